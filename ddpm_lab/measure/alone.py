@@ -1,7 +1,4 @@
-"""What a group does on its own, beside the sets: profiles, trials for quality, gradient checks, wrong ways to measure.
-
-Each work takes the seat of its group and returns what the record says of it, by name; it raises GroupFailed.
-"""
+"""What a group does on its own, beside the sets: a work returns what the record says of it, or raises GroupFailed."""
 
 from __future__ import annotations
 
@@ -58,12 +55,8 @@ def take_budget(seat: Seat) -> dict[str, Any]:
     """Take the time budget of a warm group: windows as training runs, in turns with synchronised ones.
 
     A window holds a whole number of the steps between two updates of the averaged weights, at least as many as a timed
-    window, so that a phase that comes rarely has its right share.
-
-    Returns:
-        ``steps`` behind each number, ``rounds``, ``others_cores`` (cores that other processes kept busy meanwhile;
-        None: unknown), ``stolen_seconds`` and ``state`` (as in a window's record), and ``ranks``: for each rank its
-        ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
+    window. Returns ``steps`` behind each number, ``rounds``, ``others_cores``, ``stolen_seconds``, ``state`` (as in a
+    window's record), and ``ranks``: for each its ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
     """
     plan, step_seconds = seat.plan, max(seat.warm_step_seconds, 1e-6)
     least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / step_seconds))
@@ -91,10 +84,9 @@ def trial_work(trial: Trial) -> Work:
 def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dict[str, Any]:
     """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
 
-    Returns the record's ``quality``: the mean loss of every step over ranks, the held-out losses with the images and
-    steps they came after, and the hash of the final weights; with ``draw`` the images that the averaged weights draw,
-    and with ``fid`` the FID of many. The stage ``training`` counts the looks too. Raises GroupFailed where a loss is no
-    longer finite, or ranks of one group end with different weights.
+    Returns the record's ``quality``: mean loss of every step over ranks, held-out losses with the images and steps they
+    came after, hash of the final weights; with ``draw`` images, and with ``fid`` their FID. Raises GroupFailed where a
+    loss is no longer finite, or ranks of one group end with different weights.
     """
     config, limit = seat.config, seat.instrument.limits.build_seconds
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
@@ -188,11 +180,7 @@ def distance(
 
 
 def compare_gradients(seat: Seat) -> dict[str, Any]:
-    """Train some steps as the seat's configuration says, and compare loss and gradient of the last ones with fp32.
-
-    Its workload is ``config.CHECK``. Returns the record's ``quality``, with the answer of
-    ``training.gradient_check``'s ``compare`` on the weights of rank 0.
-    """
+    """Train some steps, and compare loss and gradient of the last ones with fp32, on the weights of rank 0."""
     limit = seat.instrument.limits.build_seconds
     seat.say("comparing loss and gradient with fp32")
     seat.start()
@@ -202,11 +190,7 @@ def compare_gradients(seat: Seat) -> dict[str, Any]:
 
 
 def run_wrong_ways(seat: Seat) -> dict[str, Any]:
-    """Run what the option ``ways`` of the seat's configuration names, in its order; the first one starts cold.
-
-    Returns the record's ``profile`` with ``wrong_ways``: what each way of ``training.wrong_ways`` answers, and under
-    ``labelled_two`` what the witness says where one rank is labelled two.
-    """
+    """Run what the option ``ways`` names, in its order; the first one starts cold. The last label lies of two ranks."""
     seat.start()
     found: dict[str, Any] = {}
     for way in str(seat.config.option("ways", "")).split():

@@ -57,10 +57,7 @@ class Campaign:
         self._stage_ends, self._stage_families = math.inf, 1
 
     def run(self, progress: Progress, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True) -> None:
-        """Measure what is missing, as far as the time allows; the budget begins to count now.
-
-        With ``look`` an answer is shown afterwards, which is recorded: going on later is another look.
-        """
+        """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then."""
         self.begun = time.monotonic()
         families = self._before_sets(progress)
         primary, others = by_stage(families)

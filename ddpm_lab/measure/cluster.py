@@ -82,8 +82,7 @@ class Process(NamedTuple):
     def use(self, interface: str | None) -> None:
         """Have ranks exchange gradients over a network interface, unless the user chose one in the environment.
 
-        Without ``interface`` it is the one that leads to torchrun's store. Raises ConfigError where there is none, or
-        where it is the loopback of one of several hosts.
+        By default the one that leads to torchrun's store; ConfigError where there is none, or several hosts' loopback.
         """
         names = {a.address.split("%")[0]: name for name, found in psutil.net_if_addrs().items() for a in found}
         address = self.store.address
@@ -112,8 +111,7 @@ class Process(NamedTuple):
 class Channel:
     """Messages between the leader and a process that serves: JSON in two queues of the job's store.
 
-    Both ends send beats. Silence is counted in one's own, so that a process that was stopped for a while does not take
-    the other for lost.
+    Silence is counted in one's own beats, so that a process that was stopped does not take the other for lost.
     """
 
     def __init__(self, process: Process, inbox: str, outbox: str) -> None:
@@ -294,10 +292,7 @@ def idle(ranks: int) -> str:
 
 
 def training_cores() -> int:
-    """Cores of this host to train or sample with now: a fair share beside others (``fair_cores``).
-
-    All of them in a job, whose ranks others have started: they would be taken for strangers.
-    """
+    """Cores to train or sample with now: a fair share beside others; all in a job, whose ranks are no strangers."""
     return hardware.usable_cores() if _current else fair_cores(free_cores(LOOK_SECONDS))
 
 

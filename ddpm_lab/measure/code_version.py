@@ -107,10 +107,7 @@ class CodeVersion:
 
 
 def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> CodeVersion:
-    """The version of the code that ranks run: of the lab alone, or with what a workload ``loaded`` besides.
-
-    Raises ConfigError where the lab's own files are no longer those that this process loaded.
-    """
+    """The version of the code that ranks run. Raises ConfigError where the lab's own files were edited meanwhile."""
     modules, libraries = loaded or ({}, [])
     own = {name: Source(file, _hash(file)) for name, file in modules.items()}
     sources = _lab_sources(tree.package if tree else PACKAGE) | own

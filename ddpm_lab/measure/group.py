@@ -1,8 +1,7 @@
 """A group: the ranks of one configuration in one set, started fresh, watched, and gone without a trace.
 
 The parent sleeps while ranks work. It judges each rank by its own heartbeat, not by a collective's time-out, so that
-it can name the rank that hangs, where it ran and what it was doing. Ranks are on this host, or on the hosts that this
-process leads (``cluster``).
+it can name the rank that hangs, where it ran and what it was doing.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ class GroupFailed(RuntimeError):  # noqa: N818 - an outcome that becomes a row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a rank may show no sign of life, in seconds: while it builds, compiles and warms up; at the end.
-
-    A timed window is limited by ``max(window_seconds, 20 x the warm step)``.
-    """
+    """Longest silence of a rank in seconds: until it is warm; in a window, or 20 warm steps; at the end."""
 
     build_seconds: float = 600.0
     window_seconds: float = 10.0
@@ -48,10 +44,7 @@ class Limits:
 
 
 class Group:
-    """The ranks of one configuration. Use as a context manager: leaving it kills whatever is left.
-
-    ``starting`` is entered while processes start, and left before they are waited for.
-    """
+    """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``."""
 
     def __init__(
         self,
@@ -158,10 +151,7 @@ class Group:
         self._folder.remove()
 
     def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Give every rank a command of ``Rank``, and return what they report.
-
-        ``limit`` is the longest silence of a rank, in seconds. Raises GroupFailed.
-        """
+        """Give every rank a command, and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""
         for rank in self._ranks:
             rank.tell(command, arguments)
         return self._reports(limit, stage)

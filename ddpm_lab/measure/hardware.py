@@ -1,8 +1,4 @@
-"""What this machine is: read, never guessed; None where it cannot be read.
-
-Nothing here imports torch, because the parent that measures stays light: a GPU is read through NVML, and what torch
-can do with it is asked in a process of its own.
-"""
+"""What this machine is: read without torch, never guessed; None where it cannot be read."""
 
 from __future__ import annotations
 

@@ -24,10 +24,7 @@ Members = dict[str, RunRecord]  # A set's records by role, those of candidates b
 
 
 class Held:
-    """Records of one experiment, machine, code version, plan and data, and of its trials, in the order they were made.
-
-    With ``disturbed`` sets count that other processes disturbed: where nothing is called they are as good as others.
-    """
+    """Records of one experiment, machine, code, plan and data; sets that others disturbed count where ``disturbed``."""
 
     def __init__(self, records: Iterable[RunRecord] = (), *, disturbed: bool = False) -> None:
         self.records, self.disturbed = list(records), disturbed
@@ -54,10 +51,7 @@ class Held:
 
     @property
     def any(self) -> bool:
-        """Whether anything was completed: a set that counts, a profile, a cold compile, a search that found something.
-
-        A trial alone answers nothing: without a speed there is no row that it could stand beside.
-        """
+        """Whether anything was completed. A trial alone answers nothing: no row could stand beside it."""
         if self.completed("profile", "largest") or self.completed("cold", compile_cache="cold"):
             return True
         return any(self.sets(base) for base in {r.baseline_id for r in self.completed("baseline")})
@@ -65,10 +59,7 @@ class Held:
     # Sets
 
     def sets(self, baseline_id: str, *run_ids: str, family: str = "") -> dict[str, Members]:
-        """Sets that count and hold a baseline, its twin and these configurations, in the order they were measured.
-
-        ``family`` takes only sets of that family.
-        """
+        """Sets that count with a baseline, its twin and these configurations, in order; only of a ``family``."""
         found: dict[str, Members] = defaultdict(dict)
         for r in self.completed(*COMPARED, baseline_id=baseline_id):
             if family in ("", r.family):
@@ -155,10 +146,7 @@ class Held:
 def held_of(
     ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: str, code: str, disturbed: bool = False
 ) -> Held:
-    """What a ledger holds of an experiment, measured on a machine by a code version.
-
-    Its trials are there whichever question made them: of a trial the plan of a set is no part.
-    """
+    """What a ledger holds of an experiment; its trials whichever question made them, with any plan of a set."""
     data = {c.data_sha256 for c in experiment.configurations}
     wanted = {t.config.run_id for t in experiment.trials}
 

@@ -1,9 +1,7 @@
 """The largest batch that fits into memory, by trying: each size in a fresh group, alone, one after the other.
 
-Sizes double until one does not fit, or from the first on halve until one does; then the gap between what fits and what
-does not is halved until it is a sixteenth. Main memory is not tried to its end: with CPU ranks a size is tried only if
-a line through the two largest peaks so far says that it leaves a fifth of what is available. What was tried is in the
-ledger, and is not tried again.
+Sizes double until one does not fit, or from the first on halve until one does; then the gap is halved until it is a
+sixteenth. With CPU ranks a size is tried only if a line through the two largest peaks so far leaves a fifth of memory.
 """
 
 from __future__ import annotations
@@ -102,10 +100,7 @@ def same_work(config: RunConfig, other: RunConfig) -> bool:
 
 
 def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
-    """The size to try next, a multiple of ``unit``, where ``low`` is the largest that fits and ``high`` does not.
-
-    None where the largest that fits is known to a sixteenth, or is ``most``.
-    """
+    """The next multiple of ``unit`` to try between what fits and what does not; None where it is known, or ``most``."""
     if high is None:
         size = min(2 * low, most) // unit * unit if low else first
     elif high - low <= max(unit, low // PARTS):

@@ -1,8 +1,4 @@
-"""What the machine does while a group works: read by the parent before, after, and of a GPU about once a second.
-
-Nothing here runs in the process that is timed, and without a GPU nothing runs at all while it is timed. Numbers of
-processes stay inside this module: a record holds only how many others there were and what they took.
-"""
+"""What the machine does while a group works, read by the parent; numbers of processes stay inside this module."""
 
 from __future__ import annotations
 
@@ -55,12 +51,8 @@ class Watch:
 
     ``others_cores`` is how many cores other processes kept busy meanwhile, ``stolen_seconds`` what the hypervisor took.
     ``state`` holds ``watched_seconds`` (settle steps included), ``cpu_utilisation_percent`` of the cores this process
-    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and what ``_OF_GROUP`` names of the
-    group's GPUs together. None is unknown.
-
-    Args:
-        gpus: UUID of each GPU that the group uses, and the process id of the rank on it.
-        relatives: other processes of this job on this host, which are no strangers, and nor are their descendants.
+    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and what ``_OF_GROUP`` names. None is
+    unknown. ``gpus`` are the rank's process id by UUID; ``relatives`` other processes of this job on this host.
     """
 
     def __init__(self, gpus: Mapping[str, int], relatives: Sequence[int] = ()) -> None:

@@ -41,10 +41,9 @@ class CpuUse(NamedTuple):
 
 
 class CpuClock(NamedTuple):
-    """CPU seconds used so far: by this process's own, and on the cores that it may use by anybody and the hypervisor.
+    """CPU seconds used so far: by this process's own, and on its cores by anybody and the hypervisor.
 
-    None is unknown: the kernel does not show these cores, as in containers that number their own. Of cores that a
-    cgroup limits nobody knows what others take: the time that they use could not have been this process's.
+    None is unknown, as in containers that number their own. Nor is it known what others take under a cgroup's limit.
     """
 
     moment: float
@@ -86,10 +85,7 @@ def _used_seconds(member: psutil.Process) -> float:
 
 
 def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
-    """Seconds that ``cores`` were busy and stolen since the machine started, or None if one of them is not shown.
-
-    Read by number: psutil returns a list, in which a core that is switched off shifts all that follow.
-    """
+    """Seconds that ``cores`` were busy and stolen since the machine started; None if one of them is not shown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
         shown = {words[0]: [int(n) for n in words[1:9]] for words in lines if words[0].startswith("cpu")}
@@ -165,10 +161,7 @@ def side_by_side() -> bool:
 
 @contextlib.contextmanager
 def measuring(say: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the cores of this process while the context lasts; True where another process had to end first.
-
-    ``say`` gets one line that names that process. Where the file cannot be opened or locked nobody waits.
-    """
+    """Hold the cores of this process; True where another one, which ``say`` names, had to end first."""
     global _holding  # noqa: PLW0603 - locks of this kind belong to the whole process
     # Not in the home folder, which several machines may share.
     usual = Path(tempfile.gettempdir(), f"ddpm_lab-measuring-{os.getuid()}.lock")

@@ -1,10 +1,7 @@
 """Where the time of a step goes: a clock at every phase boundary, and spans of what runs beside the main line.
 
-A rank's marks cut its main line into phases. On a GPU that line is the device's own: an event is recorded with each
-mark, so that host work hidden behind the device costs nothing. What runs beside it (an exchange of gradients, a thread
-that loads) is a span. Time that no mark names shows in the residual, since the window has a clock of its own.
-
-The profiler changes what it watches: a profiled run has no other purpose, and no time is ever taken from it.
+On a GPU the main line is the device's own: an event is recorded with each mark, so that host work hidden behind the
+device costs nothing. Time that no mark names shows in the residual, since the window has a clock of its own.
 """
 
 from __future__ import annotations
@@ -135,9 +132,8 @@ class PhaseClock:
     def stop(self, start: float, end: float, steps: int) -> dict[str, Any]:
         """Seconds per step of the window that the caller timed from ``start`` to ``end`` (``time.perf_counter``).
 
-        The last mark ends the last phase. ``spans`` are cut to the window; of each the seconds that ran beside a phase
-        of ``COMPUTE`` are overlapped. On a GPU also what the host spent in each phase, and how far it ran ahead of the
-        device when a step began.
+        The last mark ends the last phase. Of spans, cut to the window, what ran beside a phase of ``COMPUTE`` is
+        overlapped. On a GPU also what the host spent in each phase, and how far it was ahead when a step began.
         """
         marks, self._marks = self._marks or [], None
         on_device = self._cuda and not self._synchronised
@@ -190,9 +186,8 @@ class PhaseClock:
 def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool) -> dict[str, Any]:
     """Profile ``plan['active']`` steps after ``wait`` and ``warmup`` ones, ``repeat`` times.
 
-    Writes a compressed Chrome trace of the last repetition to ``trace``, in which torch notes the rank. Returns the
-    operators of all repetitions, and the seconds of each phase that the steps mark. Exclusive ("self") times are the
-    time inside an operator less that inside the operators it calls, so that each second of a thread counts once.
+    Writes a compressed Chrome trace of the last repetition to ``trace``. Returns the operators of all repetitions, with
+    exclusive ("self") times so that each second of a thread counts once, and the seconds of each phase.
     """
     operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     phases: dict[str, float] = defaultdict(float)

@@ -1,8 +1,7 @@
 """A rank's process, seen from both sides: what the parent tells it, how it is watched, how it ends.
 
 A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
-whole process group (loader workers and compilers too) at end of file. Commands go to a rank through a pipe, and what it
-measured comes back as one line of JSON. Nothing here imports torch until the rank runs.
+whole process group at end of file. Nothing here imports torch until the rank runs.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class Store(NamedTuple):
 
 
 def join_store(address: str, port: int, prefix: str, *, seconds: float) -> Any:
-    """Connect to the part of a store whose keys begin with ``prefix``; ``seconds`` limits this and each wait.
-
-    Raises RuntimeError where nobody answers.
-    """
+    """Connect to a part of a store; ``seconds`` limits this and each wait. RuntimeError where nobody answers."""
     import torch.distributed as dist  # noqa: PLC0415 - only processes of a job need torch here
 
     limit = timedelta(seconds=seconds)
@@ -87,10 +83,7 @@ class RankJob:
 
 
 class Life(NamedTuple):
-    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
-
-    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
-    """
+    """A rank's last sign of life: how long ago, its steps, marks and phase; for how long the process is stopped."""
 
     silent_seconds: float
     steps: int
@@ -176,8 +169,7 @@ def _flush() -> None:
 def say(job: RankJob, commands: Connection, said: dict[str, Any]) -> None:
     """Send the parent what a rank says; what is long goes by a file of the group's folder.
 
-    A rank that is stopped in the middle of a long message would hold up the parent, which waits for its end. Where the
-    file cannot be written, as on a full disk, it goes by the pipe all the same.
+    Else a rank that is stopped in the middle would hold up the parent. On a full disk it goes by the pipe all the same.
     """
     data = json.dumps(said).encode()
     if len(data) > SHORT_BYTES:
@@ -240,10 +232,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def kill(send: Callable[[int, int], None], pid: int, started: int | None, number: int = signal.SIGKILL) -> None:
-    """Signal a process or its group (``send``), unless its pid has passed on to a process that started later.
-
-    The kernel gives no pid away while a group of that number has members: a group whose leader is gone is the rank's.
-    """
+    """Signal a process or its group (``send``), unless its pid, which a living group keeps, has passed on."""
     now = start_ticks(pid)
     if now is None or now == started:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -313,9 +302,8 @@ class Ending(NamedTuple):
 def _fresh_start(path: list[str]) -> Iterator[None]:
     """What a starting process inherits: the Python path, the lab's threading environment, and no ``__main__``.
 
-    multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; it
-    would run the parent's main module again in every rank; ranks need none of it, and a script without a
-    ``__main__`` guard would start itself over and over.
+    multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; a
+    main module would be run again in every rank, and a script without a guard would start itself over and over.
     """
     main, here = sys.modules["__main__"], sys.path
     spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
@@ -370,10 +358,7 @@ class LocalRank:
             self._pipe.send((command, arguments))
 
     def hear(self) -> str | None:
-        """``DONE`` once the rank has done what it was told, ``LEFT`` if it will say no more, None if it is still at it.
-
-        What it measured is then its ``report``.
-        """
+        """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT

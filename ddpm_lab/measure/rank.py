@@ -1,7 +1,4 @@
-"""What a rank does: build its workload, then obey its parent, one command at a time.
-
-Between commands a rank sleeps on its own pipe, never in a collective, with its device idle.
-"""
+"""What a rank does: build its workload, then obey its parent, asleep on its pipe with the device idle in between."""
 
 from __future__ import annotations
 
@@ -208,10 +205,7 @@ class Rank:
         return loaded()._asdict()
 
     def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
-        """Take the time budget: in each round a window as training runs, then one that waits at the end of each phase.
-
-        Marks and spans are kept, so these windows have no other purpose: none of them supplies a speed.
-        """
+        """In each round a window as training runs, then one that waits for each phase; none supplies a speed."""
         if self.job.config.purpose != "profile":
             raise RuntimeError("a time budget is taken only of a run with the purpose 'profile'")
         found: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
@@ -268,10 +262,7 @@ class Rank:
 
 
 class Plain:
-    """Anybody's own loop as a workload, which fetches its own data and chooses its own device.
-
-    It is a generator that yields after every step, or a function that does one step and returns its loss.
-    """
+    """Anybody's own loop, which brings its data: a generator that yields after a step, or a function of one step."""
 
     def __init__(self, step: Callable[[], Any], config: RunConfig, context: RankContext) -> None:
         self._step, self.config, self._mark = step, config, context.mark
@@ -300,10 +291,7 @@ class Plain:
 
 
 def make_workload(function: Callable[..., Any], name: str, config: RunConfig, context: RankContext) -> Workload:
-    """Call ``function(config, context)``, or ``function()``, and take what it returns as a workload.
-
-    Raises TypeError, in one sentence, for anything else.
-    """
+    """What ``function`` makes, as a workload. Raises TypeError, in one sentence, for anything else."""
     made = call_maker(function, name, config, context)
     if all(hasattr(made, method) for method in ("batches", "step", "witness", "close")):
         workload: Workload = made
@@ -335,10 +323,8 @@ _PROBE_BYTES, _PROBE_PAGES = 64 * 2**20, 64
 def keep_freed_memory() -> None:
     """Have this process keep the memory that it frees, for its next step.
 
-    The GNU C library maps every large block anew and unmaps it when it is freed. The kernel then clears each page again
-    when it is first written to, in every step: at batch 32 a step of the seed network has 50,000 such page faults in
-    bf16 and 130,000 in fp32 (pages of 4 KiB). Raises Unsupported where the C library cannot be told so, and where that
-    has no effect since another library allocates memory.
+    The GNU C library unmaps every large block, and the kernel clears each page again when it is written to: 50,000 page
+    faults in a step of the seed network at batch 32 in bf16. Raises Unsupported where this has no effect.
     """
     try:
         tell = ctypes.CDLL(None).mallopt
@@ -352,10 +338,7 @@ def keep_freed_memory() -> None:
 
 
 def freed_memory_seen() -> str:
-    """``kept`` or ``default``, from what happens: whether a large block comes back without page faults.
-
-    The second block is smaller, to fit between what was allocated around the first.
-    """
+    """``kept`` or ``default``: whether a large block comes back without page faults, in a gap a bit smaller."""
     faults = []
     for size in (_PROBE_BYTES, _PROBE_BYTES - 2**16):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -372,11 +355,7 @@ def nccl_seen(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _peak_rss_bytes() -> int | None:
-    """The most memory this process has had resident; None is unknown.
-
-    The kernel's mark for this address space. ``ru_maxrss`` also counts the one that stood before an ``exec``, which is
-    the parent's. In a rank of the fork server it begins with what the server had loaded, which the rank maps too.
-    """
+    """The most this process has had resident; None is unknown. ``ru_maxrss`` also counts the parent before ``exec``."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return None

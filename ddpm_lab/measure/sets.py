@@ -1,8 +1,4 @@
-"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns.
-
-A ``Member`` is a configuration and its role in the set, its ``Seat`` the group that measures it and what is known of
-it so far.
-"""
+"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns."""
 
 from __future__ import annotations
 
@@ -141,8 +137,7 @@ class Seat:
     def _compile_cache(self) -> dict[str, str]:
         """Environment that points the compiler at caches the lab owns.
 
-        A cold member starts with empty caches: with the lab's own while they are empty, so that it fills them for the
-        sets that follow, else with fresh ones, since others may be using the filled ones.
+        A cold member fills the lab's own while they are empty, else it has fresh ones: others may be using the filled.
         """
         if self.config.compile == "off":
             return {}
@@ -176,8 +171,7 @@ class Seat:
     def _warm_up(self) -> None:
         """Step until two windows in a row agree within 10 %, or for ``WARMUP_SECONDS``.
 
-        At least ``plan.warmup_steps``, where these fit into that time. The first step is apart and never the only one:
-        it compiles, allocates and lets cuDNN choose.
+        At least ``plan.warmup_steps`` within that time. The first step is apart: it compiles, and cuDNN chooses.
         """
         compiled = self.config.compile != "off"
         self._first_losses = [[] for _ in self._losses]
@@ -430,11 +424,10 @@ class _Set:
 def measure_set(
     instrument: Instrument, *, plan: Plan, members: Sequence[Member], turns: Turns | None = None, **where: str
 ) -> list[RunRecord]:
-    """Measure one set and return the records of all its members, to be appended to the ledger together.
+    """Measure one set and return the records of its members, the baseline first, to be appended together.
 
-    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on;
-    without a baseline only what failed is recorded, since the others compare with nothing.
-    ``turns`` computes the number of turns of a plan that has none; ``where`` are the experiment and the family.
+    A member that fails becomes a row with its reason; without a baseline only what failed is recorded. ``turns`` gives
+    the turns of a plan that has none; ``where`` are the experiment and the family.
     """
     run = _Set(instrument, members, plan, turns)
     try:
@@ -458,10 +451,7 @@ def warm_up_alone(seat: Seat) -> dict[str, Any]:
 def measure_alone(
     instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
-    """One group on its own, which does some ``work``: by default it only starts, as for a cold compile.
-
-    ``where`` are the experiment and the family.
-    """
+    """One group on its own, which does some ``work``; ``where`` are the experiment and the family."""
     run = _Set(instrument, [member], plan)
     found: dict[str, Any] = {}
 

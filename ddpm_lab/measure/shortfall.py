@@ -30,11 +30,9 @@ Row = tuple[str, RunConfig]  # A candidate of a family and its label
 class Target:
     """How much to measure: sets per comparison, cold compiles per compiled configuration, and until when.
 
-    With ``seconds`` a comparison has as many sets as its time gives, unless ``exact`` asks for just ``sets``. With
-    ``sets_to_come`` the number of sets is not planned: it says from the log ratios so far how many sets are still to
-    come until they resolve ``resolution``, and ``sets`` is the most. ``decided`` are comparisons, each the run ids of
-    baseline and configuration, that have an answer which was shown: they get no more sets, and nor does any other
-    without ``further``.
+    With ``seconds`` the time gives the sets, unless ``exact`` asks for just ``sets``; ``sets_to_come`` says from the
+    log ratios so far how many are to come until they resolve ``resolution``, of at most ``sets``. ``decided``
+    comparisons (run ids of baseline and configuration) get no more, nor does any that was shown without ``further``.
     """
 
     plan: Plan
@@ -49,10 +47,7 @@ class Target:
 
 
 class Shortfall:
-    """What an experiment lacks by what is ``held``; ``costs`` are seconds of a configuration in each set of a family.
-
-    Once ``timed``, the time says how many sets there are, up to those that resolve the usual difference.
-    """
+    """What an experiment lacks by what is ``held``; once ``timed``, the time says how many sets there are."""
 
     def __init__(self, experiment: Experiment, target: Target, held: Held, ledger: Ledger, machine_key: str) -> None:
         self.experiment, self.target, self.held = experiment, target, held
@@ -159,10 +154,7 @@ class Shortfall:
     def fit(
         self, families: Sequence[Family], seconds: float, fewest: int
     ) -> tuple[list[Family], list[tuple[Family, Row]]]:
-        """Leave candidates out, the last ones first, until the least sets of all others fit into the time.
-
-        ``fewest`` candidates stay in each family that had some. Returns what stays and what does not.
-        """
+        """Leave candidates out, the last first, until the least sets of others fit; ``fewest`` stay in a family."""
         families, left_out = list(families), list[tuple[Family, Row]]()
         while not (math.isinf(seconds) or self.target.exact):
             short = {f.name: self._short(f) for f in families}

@@ -1,7 +1,6 @@
 """Which windows a set has: their order and length, and how many turns and sets answer a comparison best.
 
-Of the noise of one group's log time, ``between`` is what differs from set to set and ``within`` what differs from turn
-to turn, both as standard deviations, without what slows all groups of a turn alike.
+``between`` and ``within`` are standard deviations of one group's log time, from set to set and from turn to turn.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ WISHED_SETS = 6  # A set has no more turns than leave time for so many sets: of 
 
 
 def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
-    """Orders of ``count`` configurations over ``turns`` turns.
+    """Orders of ``count`` configurations over ``turns`` turns: rows of a Williams square (Williams 1949).
 
-    Rows of a Williams square (Williams 1949): over a whole square every configuration stands at every position equally
-    often and follows every other equally often. Rows and names are shuffled by ``seed`` (the set's own), so that what
-    one set leaves unbalanced the sets together do not.
+    Over a whole square each stands at every position and follows every other equally often. ``seed`` (the set's own)
+    shuffles rows and names, so that what one set leaves unbalanced the sets together do not.
     """
     rng = random.Random(seed)
     zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]
@@ -66,9 +64,8 @@ def steps_of_windows(
 def variances(twins: Sequence[Sequence[float]]) -> tuple[float, float]:
     """``within`` and ``between`` of a machine: one-way random effects, by moments (Searle, Variance Components, 1992).
 
-    ``twins`` are for each set the log ratios of baseline and twin in its turns, whose true mean is zero. With
-    W = within^2 and B = between^2 the mean of T turns has the variance 2 (B + W / T). What is assumed where no set is
-    known counts as ``PRIOR_SETS`` sets more. Sets of one turn say nothing.
+    ``twins`` are each set's log ratios of baseline and twin by turn, whose true mean is zero: the mean of T turns has
+    the variance 2 (B + W / T). What is assumed counts as ``PRIOR_SETS`` sets more; sets of one turn say nothing.
     """
     known = [turns for turns in twins if len(turns) > 1]
     within = PRIOR_SETS * WITHIN**2 + sum((len(v) - 1) * variance(v) for v in known) / TWIN
@@ -82,8 +79,7 @@ def best_turns(
 ) -> int:
     """Turns that narrow an interval most for the time (Cochran, Sampling Techniques, two-stage sampling).
 
-    The best number is sqrt(start / turn) * within / between, for all groups of a set; fewer where ``seconds`` would not
-    be enough for ``WISHED_SETS`` sets.
+    sqrt(start / turn) * within / between; fewer where ``seconds`` would not be enough for ``WISHED_SETS`` sets.
     """
     best = math.sqrt(start_seconds / turn_seconds) * within / between if between else MOST_TURNS
     room = (seconds / WISHED_SETS - start_seconds) / turn_seconds

@@ -17,10 +17,7 @@ SAME_NAME = (
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
-    """Sentences, each naming what the label says and what ran; empty if they agree.
-
-    A workload that says nothing of a setting is not judged on it.
-    """
+    """Sentences, each with what the label says and what ran; none where they agree, or the workload says nothing."""
     expected, found = _expected(config), _gone_past(config, ranks)
     if found:
         del expected["compile"], expected["exchange_enabled"]

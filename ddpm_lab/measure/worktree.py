@@ -1,7 +1,6 @@
 """A revision of somebody's git repository as a folder of its own, for as long as it is measured.
 
-Neither index nor branches nor working tree are touched, and git remembers nothing of it: the files are written through
-an index that lies in the same folder. What a killed process leaves is removed by the next one.
+Git remembers nothing of it: the files are written through an index that lies in the same folder.
 """
 
 from __future__ import annotations
@@ -84,11 +83,7 @@ class Repository:
 
 
 def tree_of(repository: Repository, commit: str, worktree: Path, modules: Iterable[str]) -> Tree:
-    """Where a revision's modules are found: in the counterparts of the folders that hold ``modules`` here.
-
-    These are the folders on this process's Python path that belong to the repository, and those of modules that an
-    import hook finds there, as that of an editable install does.
-    """
+    """Where a revision's modules are: counterparts of the folders on the path, and of those of ``modules``."""
     folders = [Path(p).resolve() for p in sys.path]
     for top in dict.fromkeys(m.partition(".")[0] for m in modules):
         spec = importlib.util.find_spec(top)
