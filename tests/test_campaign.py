@@ -6,22 +6,30 @@ by one that it moves: a set takes 10 s for each group, baseline and twin among t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import records as make
 from campaign_lab import BOTH, Lab, config, experiment, family
 from records import gradient_check
 from setups import setup
 
-from ddpm_lab.measure import shortfall, turn_plan
-from ddpm_lab.measure.campaign import NO_TIME
-from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan, by_stage
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware, shortfall, turn_plan
+from ddpm_lab.measure.campaign import NO_TIME, OVERRUN
+from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.plan import MOST_CANDIDATES, PRIMARY, Experiment, Family, Fid, Plan, by_stage
+from ddpm_lab.questions import planning
+from ddpm_lab.questions.planning import Planned
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
 
@@ -40,8 +48,7 @@ def measured(lab: Lab) -> Counter[str]:
 
 
 def left_out(lab: Lab) -> list[str]:
-    assert {n.reason for n in lab.records("note")} <= {NO_TIME}
-    return [n.label for n in lab.records("note")]
+    return [n.label for n in lab.records("note") if n.reason == NO_TIME]
 
 
 # --- what is missing, and in which order -----------------------------------------------------------------------------
@@ -169,20 +176,6 @@ def test_what_fails_its_gradient_check_is_measured_and_not_trained(lab: Lab) -> 
     assert (lab.alone, len(lab.records("note"))) == ([], 1)
 
 
-def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_training(lab: Lab) -> None:
-    asked = quality(HERE, seeds=2, images=800, candidates=["bf16"])
-    (check,) = asked.checks
-    of_base = dataclasses.replace(check, label="fp32", config=dataclasses.replace(check.config, precision="fp32"))
-    both = dataclasses.replace(asked, checks=(of_base, check))
-    bad = {c.config.run_id: gradient_check(0.9) for c in both.checks}
-    for question, qualities, failures in ((both, bad, {}), (asked, {}, {check.config.run_id: "crashed"})):
-        lab.forget()
-        lab.qualities, lab.failures = qualities, failures
-        lab.run(question, sets=1)
-        assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
-        assert not lab.records("note")
-
-
 def test_trials_are_made_seed_after_seed_as_far_as_the_time_allows_whichever_question_asks(lab: Lab) -> None:
     """A trial is forecast to take 25 s by the speed of the set, which takes 40 s; then 7 s, and it takes 10 s."""
     asked = dataclasses.replace(quality(HERE, seeds=5, images=800, candidates=["bf16", "2 micro-batches"]), checks=())
@@ -217,7 +210,7 @@ def test_sets_fill_the_time_and_the_least_may_overrun_it_by_half(lab: Lab) -> No
 
 
 def test_no_more_sets_are_measured_than_resolve_the_usual_difference(lab: Lab) -> None:
-    lab.ledger.append(make.sets({}, experiment="other", count=60, turns=20, set_noise=0.005, turn_noise=1e-3))
+    lab.ledger.append(make.sets({}, experiment="other", count=50, turns=6, set_noise=0.005, turn_noise=1e-3))
     made = lab.run(ONE, seconds=30_000)
     assert len(lab.sets) == turn_plan.sets_that_resolve(0.03, lab.turns[0], *made.lacks.scatter)
     assert 4 <= len(lab.sets) < turn_plan.sets_that_resolve(0.03, lab.turns[0], turn_plan.WITHIN, turn_plan.BETWEEN)
@@ -242,15 +235,15 @@ def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(lab:
 
 def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> None:
     """Crowded sets, sets of one turn and those of other machines say nothing of it."""
-    wild: dict[str, Any] = {"count": 60, "set_noise": 0.5, "turn_noise": 1e-3}
-    lab.ledger.append(make.sets({}, experiment="busy", turns=20, crowded=range(60), **wild))
+    wild: dict[str, Any] = {"count": 50, "set_noise": 0.5, "turn_noise": 1e-3}
+    lab.ledger.append(make.sets({}, experiment="busy", turns=6, crowded=range(50), **wild))
     lab.ledger.append(make.sets({}, experiment="short", turns=1, **wild))
-    lab.ledger.append(make.on(make.GPUS, make.sets({}, experiment="there", turns=20, **wild)))
+    lab.ledger.append(make.on(make.GPUS, make.sets({}, experiment="there", turns=6, **wild)))
     lab.run(ONE, seconds=600, look=False)
     assert set(lab.turns) == {12}, "sqrt(12 s / 0.9 s) * 10 % / 3 %"
     for set_noise, turn_noise, turns in ((0.5, 1e-3, turn_plan.LEAST_TURNS), (0.0, 0.5, turn_plan.MOST_TURNS)):
-        wild = {"count": 60, "set_noise": set_noise, "turn_noise": turn_noise}
-        lab.ledger.append(make.sets({}, experiment="other", turns=20, **wild))
+        wild = {"count": 50, "set_noise": set_noise, "turn_noise": turn_noise}
+        lab.ledger.append(make.sets({}, experiment="other", turns=6, **wild))
         lab.run(experiment(family(f"g{turns}", 1, first=turns)), sets=1)
         assert lab.turns == [turns]
     lab.run(experiment(family("f", 2)), sets=24)
@@ -352,3 +345,124 @@ def test_a_busy_gpu_is_not_measured_with_fewer_cores(lab: Lab) -> None:
     lab.state = {"gpu_others_percent": 10.0}
     made = lab.run(experiment(family("f", 1, primary="c1", shared={"device": "cuda"})), sets=4)
     assert (len(lab.sets), made.disturbed, made.crowded_out) == (4, 4, False)
+
+
+BASE, FAST, TWO = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
+EXACT: dict[str, Any] = {"set_noise": 0.0, "turn_noise": 0.0}
+
+
+def test_a_set_counts_where_both_sides_and_the_twin_are_whole() -> None:
+    whole = make.sets({"bf16": (FAST, 1.5)}, count=3)
+    without_twin = [r for r in whole if not (r.role == "twin" and r.set_id == whole[0].set_id)]
+    crashed = [dataclasses.replace(r, status="crashed") if r.role == "candidate" else r for r in whole]
+    for records, both, alone in ((whole, 3, 3), (without_twin, 2, 2), (crashed, 0, 3)):
+        held = Held(records)
+        assert len(held.sets(BASE.run_id, FAST.run_id)) == both
+        assert len(held.sets(BASE.run_id)) == len(held.sets(BASE.run_id, BASE.run_id)) == alone
+        assert len(held.sets(FAST.run_id, BASE.run_id)) == 0, "another baseline is another comparison"
+
+
+def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
+    trial = make.trials({}, seeds=1)[0]
+    measured = Held([make.drew(trial, np.zeros((1, 4, 4, 3), dtype=np.uint8), fid=1.0)])
+    asked = Fid(inception="weights.pth", sha256="ab" * 32, images=2_500)
+    assert Held([trial]).trained(trial.run_id)
+    assert not Held([trial]).trained(trial.run_id, asked)
+    for changes, there in (({"inception": "elsewhere"}, True), ({"images": 5_000}, False), ({"sha256": "cd"}, False)):
+        assert measured.trained(trial.run_id, dataclasses.replace(asked, **changes)) == there
+    failed = dataclasses.replace(trial, quality={**(trial.quality or {}), "fid": {"images": 2_500, "reason": "oom"}})
+    assert not Held([failed]).trained(trial.run_id, asked)
+
+
+def test_crowded_sets_are_kept_and_do_not_count() -> None:
+    found = make.sets({"bf16": (FAST, 1.5)}, count=6, crowded=[1, 4], family="f", **EXACT)
+    held, ids = Held(found), list(dict.fromkeys(r.set_id for r in found))
+    assert list(held.sets(BASE.run_id, FAST.run_id)) == [ids[i] for i in (0, 2, 3, 5)]
+    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5)] * 4)
+    assert len(Held(found, disturbed=True).sets(BASE.run_id)) == 6
+    assert not Held(r for r in found if r.set_id == ids[1]).any
+    assert Held(found[3:6]).turns(BASE.run_id, FAST.run_id) == Plan().turns
+    alone = tuple(dataclasses.replace(w, others_cores=0.9) for w in found[2].windows)
+    held = Held(found[:2])
+    assert len(held.sets(BASE.run_id)) == 1
+    held.records += [dataclasses.replace(found[2], windows=alone)]
+    assert len(held.sets(BASE.run_id)) == 0, "0.3 cores of others in each turn, on average over three groups"
+
+
+def test_the_time_of_the_baseline_is_the_mean_with_its_twins() -> None:
+    held = Held(make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=1, **EXACT))
+    assert held.log_ratios(BASE.run_id, BASE.run_id) == pytest.approx([math.log(1.1)])
+    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5) - math.log(1.1) / 2])
+
+
+ON_ONE_CORE = experiment(family("f", 1, primary="c1", shared={"threads": 1}))
+
+
+class Planning:
+    """Questions for a number of cores, in the laboratory, of which one is free; ``asked`` are the cores."""
+
+    def __init__(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lab, self.asked, self.lines = lab, list[int | None](), list[str]()
+        monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+        monkeypatch.setattr(planning, "free_cores", lambda: 1)
+        monkeypatch.setattr(planning, "sweep", lambda: None)
+
+    def planned(self, asked: Experiment = ONE, **target: Any) -> Planned:
+        progress = Progress("test", say=self.lines.append)
+        campaign = self.lab.campaign(asked, **target)
+        return Planned(campaign=campaign, output=self.lab.folder, progress=progress, on_cores=self._on)
+
+    def _on(self, free: int | None) -> Planned:
+        self.asked.append(free)
+        return self.planned(ON_ONE_CORE, seconds=300)
+
+
+@pytest.fixture
+def asking(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Planning:
+    return Planning(lab, monkeypatch)
+
+
+def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: Lab, asking: Planning) -> None:
+    lab.loads = [1.0] * 100
+    found = asking.planned(seconds=300).measure()
+    assert asking.asked == [1]
+    crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
+    assert found.disturbed == len(crowded)
+    assert len(alone) >= 4, "one thread beside a process that takes one core is quiet"
+    assert found.measured_sets == len(crowded) + len(alone)
+    assert found.experiment == found.planned.campaign.experiment == ON_ONE_CORE
+    assert found.completed
+    assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
+    assert any("1 of 2" in line for line in asking.lines)
+
+
+def test_cores_are_chosen_again_after_waiting_for_another_measurement(
+    asking: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took cores while these were chosen, and may have measured the same question."""
+
+    @contextlib.contextmanager
+    def waited(_: object) -> Iterator[bool]:
+        yield True
+
+    monkeypatch.setattr(planning, "measuring", waited)
+    found = asking.planned(seconds=300).measure(seconds=60)
+    assert (asking.asked, found.experiment) == ([None], ON_ONE_CORE)
+    assert found.planned.campaign.target.seconds == 60
+
+
+def test_it_has_time_to_start_again_even_where_none_is_left(lab: Lab, asking: Planning) -> None:
+    lab.loads = [1.0] * 100
+    found = asking.planned(sets=6).measure(seconds=120, stages=(PRIMARY,), look=False)
+    assert found.planned.campaign.target.seconds == (OVERRUN - 1) * 120
+    assert (found.seconds_left or 0) < 0
+    assert lab.records("look") == []
+
+
+def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, asking: Planning) -> None:
+    lab.run(ONE, sets=4, look=False)
+    lab.sets = []
+    for _ in range(2):
+        found = asking.planned(seconds=0.0).measure()
+        assert (lab.sets, found.measured_sets, found.completed) == ([], 0, True)
+        assert len(lab.records("look")) == 1
