@@ -23,10 +23,8 @@ LOOKS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Shares of the images after which the held-out loss is computed; the margin of a comparison needs the last two."""
 STEPS_AT_ONCE = 50  # steps of training between two signs of life
 SAMPLER_STEPS = 50  # steps of DDIM in which a trial draws
-MOST_IMAGES, MOST_BYTES = 16, 2**18
-"""What a record keeps of the images that its trial drew: so many, or fewer where their pixels take more bytes."""
-WARM_STEPS, COMPARED_STEPS = 10, 3
-"""Of a gradient check. Some layers start at zero, and those before them have no gradient for three steps."""
+MOST_IMAGES, MOST_BYTES = 16, 2**18  # what a record keeps of a trial's images: so many, or in so many bytes
+WARM_STEPS, COMPARED_STEPS = 10, 3  # of a gradient check: layers that start at zero pass no gradient for three steps
 FID, FID_SECONDS = "ddpm_lab.training.fid:fid", 600.0  # its workload, and how long it may be silent
 WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 

@@ -29,8 +29,7 @@ from ddpm_lab.plan import NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Tria
 from ddpm_lab.record import RunRecord, crowded
 
 PRIMARY_SHARE = 0.6  # of the time of a question that has both
-OVERRUN = 1.5
-"""A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
+OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
 _CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alone.WORKLOAD: ("wrong", run_wrong_ways)}

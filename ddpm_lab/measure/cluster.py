@@ -47,10 +47,8 @@ from ddpm_lab.measure.process import (
 
 JOIN_SECONDS = 120.0  # how long processes wait for each other, whose imports may come from a slow shared file system
 BEAT_SECONDS = 1.0
-LOST_BEATS = 4
-"""A process that says nothing during so many beats of the leader is lost; the leader is waited for longer."""
-STORE_SECONDS = 12.0
-"""A store that answers more slowly has gone. It looks up the names of those who connect, for which it may stall 5 s."""
+LOST_BEATS = 4  # of silence, and a process is lost; the leader is waited for longer
+STORE_SECONDS = 12.0  # a store that answers more slowly has gone: a name look-up may stall it for 5 s
 STACK_SECONDS = 3.0
 LOOK_SECONDS = 0.6  # how long is looked at what others take of the cores, before training and sampling
 

@@ -28,8 +28,7 @@ MODULES = ("__init__", "checks", "config", "declared", "files", "plan", "process
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 LIBRARIES = ("site-packages", "dist-packages")
-SITE_MODULES = ("sitecustomize", "usercustomize")
-"""Python runs them at every start, where an administrator put them: they belong to the machine, not to a workload."""
+SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
 
 FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
 
-LAST_WORDS_SECONDS = 2.0
-"""How long the others have to say what they failed of, once one has failed: who failed first is to blame."""
+LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
 
 Progress = Callable[[str], None]
 

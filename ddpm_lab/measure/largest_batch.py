@@ -20,8 +20,7 @@ from ddpm_lab.record import LASTING, RunRecord
 
 PARTS = 16  # A search ends when what does not fit is no more than this part of what fits away: 6 %
 MEMORY_SHARE = 0.8  # share of the available main memory that a try may take
-TRY_SECONDS = 120.0
-"""A try that would take longer ends the search where there is no budget; with one, more than half of what is left."""
+TRY_SECONDS = 120.0  # a longer try ends the search; with a budget, one that takes half of what is left
 
 
 def largest_batch(

@@ -19,8 +19,7 @@ from ddpm_lab.measure.hardware import ask_nvml, cgroup_throttled_seconds, gpu_ha
 from ddpm_lab.measure.others import CpuClock, difference
 
 FIRST_SECONDS = 0.25  # into a window of 0.4 s, so that a short one has a sample taken while the GPU works
-PERIOD_SECONDS, LATER_SECONDS, EARLY_SAMPLES = 1.0, 5.0, 120
-"""Between two samples, and between those of a long run after its first ones."""
+PERIOD_SECONDS, LATER_SECONDS, EARLY_SAMPLES = 1.0, 5.0, 120  # between samples, later, and after how many
 
 State = dict[str, float | None]
 Fold = Callable[[Iterable[float]], float]

@@ -17,15 +17,12 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.hardware import cgroup_cores, usable_cores
 from ddpm_lab.record import CROWDED_CORES
 
-QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2
-"""How long a set waits for a quiet moment at most, and how long each look for one takes."""
+QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2  # how long a set waits for a quiet moment at most, and each look for one takes
 QUIET_CORES = 0.25  # less than this is what any machine does by itself
-FREE_SECONDS = 3.0
-"""How long is looked which cores are free, and again twice as long where others are busy: a burst passes."""
+FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
 MINUTE = 60.0
 
-LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"
-"""Environment variable with another lock file; empty for tests, which measure side by side and claim no speed."""
+LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"  # another lock file; empty: tests, which measure side by side
 _SLOT = 16  # bytes of a core, which hold the process id of whoever measures there
 _LOOK_SECONDS = 1.0
 _holding = False

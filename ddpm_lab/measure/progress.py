@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ddpm_lab.config import RunConfig
     from ddpm_lab.record import RunRecord
 
-FILE_VARIABLE = "DDPM_LAB_PROGRESS"
-"""Environment variable: a file that receives every line, for whoever runs notebooks in batch."""
+FILE_VARIABLE = "DDPM_LAB_PROGRESS"  # a file that receives every line, for whoever runs notebooks in batch
 
 
 class Progress:

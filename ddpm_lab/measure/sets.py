@@ -29,13 +29,10 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window
 
 CHUNK = 5
-FIRST_LOSSES = 20
-"""Losses of the first steps that a record keeps to the last bit, so that two sides can be compared by them."""
-STEADY, WARMUP_SECONDS = 0.1, 3.0
-"""A warm-up ends when two windows agree as well as this, or after so long: a disturbed machine never looks steady."""
+FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
+STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree so well, or after so long
 SETTLE_SECONDS = 0.1  # untimed steps after a sleep go on for no longer than this: the first one refills the caches
-CACHE_DAYS = 30.0
-"""How long compile caches of another code version are kept after their last use, in case somebody goes back to it."""
+CACHE_DAYS = 30.0  # compile caches of another code version are kept for so long after their last use
 CARD_SHARE = 0.7  # groups share a GPU only while they use less than this share of its memory
 WINDOW_OVERHEAD_SECONDS = 0.03  # what waking a group and reading the machine's state take beside a window
 TURNS_ALONE = 6  # turns of a set whose groups are started for every turn, where nothing else is planned
@@ -288,10 +285,8 @@ def slowest(ranks: list[dict[str, Any]]) -> list[float]:
     return [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
 
 
-Turns = Callable[[float, float], int]
-"""From the seconds that a set's groups took to start, and those of one turn, to the turns of the set."""
-Work = Callable[[Seat], dict[str, Any]]
-"""What a group does on its own: from its seat to what the record says of it, by name."""
+Turns = Callable[[float, float], int]  # from the seconds that groups took to start and those of a turn
+Work = Callable[[Seat], dict[str, Any]]  # from its seat to what the record says of it, by name
 
 
 class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a defect

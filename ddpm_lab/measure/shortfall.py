@@ -18,8 +18,7 @@ from ddpm_lab.record import RunRecord
 
 LEAST_SETS = 4  # fewer sets give no verdict
 PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until the first has shown better
-TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0
-"""Forecasts for a trial and for a compile, until something like it has shown better."""
+TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until something like it has shown better
 RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
 TRIES = 2  # A failure that may pass is met so often before a run leaves it to the next run
 

@@ -12,13 +12,10 @@ from statistics import NormalDist, fmean, variance
 
 from ddpm_lab.plan import Plan
 
-WITHIN, BETWEEN = 0.10, 0.03
-"""Where no set of a machine is known: what windows of 0.2 s show on a machine that others share."""
+WITHIN, BETWEEN = 0.10, 0.03  # assumed: what windows of 0.2 s show on a machine that others share
 PRIOR_SETS = 10  # for so many sets the values that are assumed count beside those that are measured
-CANDIDATE, TWIN = 1.5, 2.0
-"""Variance of a comparison with the mean of baseline and twin, and of a baseline against its twin, in a group's."""
-LEAST_TURNS, MOST_TURNS = 4, 60
-"""Of a set: fewer than the least are not balanced, and more than the most last too long to be repeated."""
+CANDIDATE, TWIN = 1.5, 2.0  # variance of a comparison with both baselines, and of these two, in a group's
+LEAST_TURNS, MOST_TURNS = 4, 60  # fewer are not balanced, more last too long to be repeated
 WISHED_SETS = 6  # A set has no more turns than leave time for so many sets: of fewer a confidence interval is wide
 
 
