@@ -88,75 +88,65 @@ def test_what_nvml_does_not_know_is_none_and_a_mig_device_is_the_one_gpu(
 
 
 TORCH = """
-import json, os, types
-told = json.loads(os.environ["TORCH_TELLS"])
-with open(os.environ["TORCH_ASKED"], "a") as file:
-    file.write("once ")
+import types, numpy
+open({asked!r}, "a").write("once ")
 def init():
-    if told["error"]:
-        raise RuntimeError(told["error"])
-class ones:
-    def __init__(self, size, device):
-        self.error = told["cards"][int(device.partition(":")[2])][3]
-    def __add__(self, other):
-        if self.error:
-            raise RuntimeError(self.error + "\\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
-        return self
-    def item(self):
-        return 2
+    if {error!r}:
+        raise RuntimeError({error!r})
+def ones(size, device):
+    if {broken!r}:
+        raise RuntimeError({broken!r} + "\\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
+    return numpy.ones(size)
 cuda = types.SimpleNamespace(
-    init=init, device_count=lambda: len(told["cards"]), get_device_capability=lambda i: told["cards"][i][1:3]
+    init=init, device_count=lambda: {count}, get_device_capability=lambda i: {capabilities}[i]
 )
 """
-SLEEP = "import time\ntime.sleep(60)"
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
-T4, V100, L40 = ("T4", 7, 5, ""), ("V100", 7, 0, NO_KERNEL), ("L40", 8, 9, "")
 OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver."
+CAPABILITIES = {"T4": (7, 5), "V100": (7, 0), "L40": (8, 9)}
 Install = Callable[..., Path]
 
 
 @pytest.fixture
 def install(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes an NVML that lists GPUs, and a torch that fails on them as it is told; a file counts who asked it."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def make(*cards: tuple[str, int, int, str], driver: str = "600.1", error: str = "") -> Path:
-        plant(*(Card(name, uuid=f"GPU-{name}") for name, *_ in cards), driver=driver)
-        monkeypatch.setenv("TORCH_TELLS", json.dumps({"error": error, "cards": cards}))
-        monkeypatch.setenv("TORCH_ASKED", str(tmp_path / "asked"))
-        (tmp_path / "site").mkdir(exist_ok=True)
-        (tmp_path / "site" / "torch.py").write_text(TORCH)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    def make(*names: str, driver: str = "600.1", error: str = "", broken: str = "", code: str = TORCH) -> Path:
+        plant(*(Card(name, uuid=f"GPU-{name}") for name in names), driver=driver)
+        told: dict[str, Any] = {"error": error, "broken": broken, "asked": str(tmp_path / "asked")}
+        told |= {"count": len(names), "capabilities": [CAPABILITIES[name] for name in names]}
+        (tmp_path / "torch.py").write_text(code.format(**told))
         return tmp_path / "asked"
 
     return make
 
 
 def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
-    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(L40, T4)
+    install("L40", "T4")
     assert (gpu_trouble(), setting.usual_device(None), hardware.least_capability()) == ("", "cuda", (7, 5))
-    install(("T4", 7, 5, "CUDA error: out of memory"))
+    install("T4", broken="CUDA error: out of memory")
     assert gpu_trouble() == "", "others fill it"
-    install(T4, driver="535.1", error=OLD)
-    found = [gpu_trouble()]
-    install(L40, V100)
-    found.append(gpu_trouble())
-    for text, seconds in (("raise ImportError('no libcudart')", 60), ("import os\nos._exit(3)", 60), (SLEEP, 0.2)):
-        install(T4)
-        (tmp_path / "site" / "torch.py").write_text(text)
+    rows: list[tuple[dict[str, str], float, str]] = [
+        ({"error": OLD, "driver": "535.1"}, 60, f"T4, V100 with driver 535.1: {OLD.partition('.')[0]};"),
+        ({"broken": NO_KERNEL}, 60, f"T4, V100 with driver 600.1: {NO_KERNEL};"),
+        ({"code": "raise ImportError('no libcudart')"}, 60, "no libcudart;"),
+        ({"code": "import os\nos._exit(3)"}, 60, "ended with 3;"),
+        ({"code": "import time\ntime.sleep(60)"}, 0.2, "within 0 s;"),
+    ]
+    for told, seconds, words in rows:
+        install("T4", "V100", **told)
         monkeypatch.setattr(hardware, "TORCH_SECONDS", seconds)
-        found.append(gpu_trouble())
-    words = ("T4 with driver 535.1: The NVIDIA driver on your system is too old (found version 12020);",)
-    words += (f"L40, V100 with driver 600.1: {NO_KERNEL};", "no libcudart;", "ended with 3;", "within 0 s;")
-    for sentence, part in zip(found, words, strict=True):
-        assert part in sentence
+        sentence = gpu_trouble()
+        assert words in sentence
         assert "--device cpu" in sentence
         assert "\n" not in sentence
 
 
 def test_torch_is_asked_once_and_only_where_there_is_a_gpu(install: Install, plant: Plant) -> None:
-    asked = install(V100)
+    asked = install("V100", broken=NO_KERNEL)
     for device in (None, "cuda", None):
         with pytest.raises(ConfigError, match="no kernel image"):
             setting.usual_device(device)

@@ -21,6 +21,7 @@ from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "diffusion", "measure", "training")
@@ -84,7 +85,7 @@ class CodeVersion:
 
     def with_revision(self, other: CodeVersion) -> CodeVersion:
         """The same with the version of a revision, whose sources lie in a tree of their own, beside it."""
-        return replace(self, key=_key(self.key, other.key), beside=other)
+        return replace(self, key=digest([self.key, other.key]), beside=other)
 
     def of(self, revision: str) -> CodeVersion:
         """The version that a configuration of ``revision`` runs. Raises ConfigError where its sources are not here."""
@@ -113,13 +114,9 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := _version(name))]
-    found = CodeVersion(_key(*parts), sources, tree)
+    found = CodeVersion(digest(parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
-
-
-def _key(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 @cache

@@ -53,7 +53,9 @@ def largest_batch(
             limit, reason = failed[high] if high else ("cap", f"the search goes up to {cap:,} images")
             break
         left = seconds_left()
-        if low and (seconds := _seconds(tried[low], size)) > (TRY_SECONDS if left is None else left / 2):
+        stages = tried[low].stages if low else {}
+        seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1 if low else 0)
+        if low and seconds > (TRY_SECONDS if left is None else left / 2):
             limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
             break
         if low and base.device == "cpu":
@@ -79,12 +81,6 @@ def _failure(record: RunRecord) -> tuple[str, str]:
     if record.status == "oom":
         return "memory", f"{size} are out of memory"
     return "failure", f"{size}: {record.status}: {record.reason}"
-
-
-def _seconds(fits: RunRecord, size: int) -> float:
-    """What a try with ``size`` images would take, by one that fits."""
-    longer = size / fits.config.global_batch_size - 1
-    return sum(fits.stages.values()) + fits.stages.get("warmup", 0.0) * longer
 
 
 def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:

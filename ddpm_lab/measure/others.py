@@ -62,7 +62,8 @@ class CpuClock(NamedTuple):
 
     def until(self, later: CpuClock) -> CpuUse:
         """What was used from this reading to a later one."""
-        seconds, others = later.moment - self.moment, None
+        seconds = later.moment - self.moment
+        others: float | None = None
         busy, stolen = difference(self.busy, later.busy), difference(self.stolen, later.stolen)
         if busy is not None and not self.limited and not later.limited:
             others = max(0.0, (busy - (later.own - self.own)) / seconds)

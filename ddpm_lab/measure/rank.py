@@ -67,7 +67,8 @@ class Rank:
             keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        self.device, self.uuid = "cpu", None
+        self.device = "cpu"
+        self.uuid: str | None = None
         if self.cuda:
             index = self.job.device_index
             if config.oversubscribe:  # ranks share the GPUs that are here

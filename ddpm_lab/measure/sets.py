@@ -380,8 +380,9 @@ class _Set:
 
     def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
-        rows = [(s.config.global_batch_size, s.warm_step_seconds, s.prefetch_batches) for s in alive]
-        return dict(zip([s.member for s in alive], steps_of_windows(self.plan, *zip(*rows, strict=True)), strict=True))
+        seconds, prefetched = [s.warm_step_seconds for s in alive], [s.prefetch_batches for s in alive]
+        counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, prefetched)
+        return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 
     def record(self, seat: Seat, **found: Any) -> RunRecord:
         """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
