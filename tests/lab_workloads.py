@@ -92,15 +92,6 @@ class Busy(Planted):
         return {**said, **dict(self.option("says", ()))}
 
 
-class Hungry(Busy):
-    """Is out of memory above ``fits`` images."""
-
-    def step(self, batch: Any) -> float:
-        if self.config.rank_batch_size > self.option("fits", 0):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return super().step(batch)
-
-
 class Compiling(Busy):
     """Runs a slow child process in its step, as a compiler does."""
 
@@ -244,5 +235,5 @@ class Levers(Waiting):
     ready = ("still", "packed", "resident")
 
 
-busy, hungry, compiling, phased = Busy, Hungry, Compiling, Phased
+busy, compiling, phased = Busy, Compiling, Phased
 exchanging, waiting, levers = Exchanging, Waiting, Levers

@@ -23,7 +23,7 @@ from records import gradient_check
 from setups import setup
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import hardware, shortfall, turn_plan
+from ddpm_lab.measure import campaign, hardware, shortfall, turn_plan
 from ddpm_lab.measure.campaign import NO_TIME, OVERRUN
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
@@ -156,6 +156,25 @@ def test_what_is_measured_alone_comes_first_and_once_and_again_where_a_failure_m
         assert asked is not profile or len({p for p in lab.traces if p.parent == lab.folder}) == 2
         lab.run(asked)
         assert (len(lab.alone), lab.sets) == (again, [])
+
+
+def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) -> None:
+    base = RunConfig(device="cuda", global_batch_size=8)
+    larger = {n: dataclasses.replace(base, global_batch_size=n) for n in (16, 24, 32)}
+    candidates = (("c16", larger[16]), ("c32", larger[32]))
+    sizes = Family(name="f", baseline=base, baseline_label="base", candidates=candidates, search_up_to=64)
+    lab.failures = {larger[32].run_id: "oom", larger[24].run_id: "oom"}
+    # Sets of the sizes that do not fit are forecast until the search has said so.
+    assert lab.campaign(experiment(sizes)).forecast() == campaign.SEARCH_SECONDS + 3 * 4 * shortfall.PLACE_SECONDS
+    assert lab.run(experiment(sizes)).held.any
+    assert lab.alone == [("search", f"batch {n}") for n in (8, 16, 32, 24, 20, 22, 23)]
+    assert lab.sets == [("f", [*BOTH, "c16"])] * 3
+    assert [(r.label, r.config.global_batch_size) for r in lab.records("largest")] == [("memory", 23)]
+    assert {(r.set_id, r.baseline_id) for r in (*lab.records("search"), *lab.records("largest"))} == {("", "")}
+    for _ in range(2):
+        assert [(n.label, n.status) for n in lab.records("note")] == [("c32", "left out")], "noted once"
+        lab.run(experiment(sizes))
+        assert (lab.alone, lab.sets) == ([], [])
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -314,15 +333,6 @@ def test_a_crowded_set_is_kept_does_not_count_and_is_measured_again(lab: Lab) ->
     assert (look.look or {})["sets"] == quiet
     lab.run(ONE, sets=4, exact=True)
     assert lab.sets == [], "nothing is left to measure"
-
-
-def test_where_nothing_can_be_called_disturbed_sets_are_as_good_as_others(lab: Lab) -> None:
-    lab.loads = [1.0] * 50
-    made = lab.run(ONE, sets=1, exact=True)
-    assert (len(lab.sets), made.disturbed, made.crowded_out, made.held.any) == (1, 0, False, True)
-    lab.loads = []
-    lab.run(ONE, sets=4, exact=True)
-    assert len(lab.sets) == 4, "for a verdict it does not count"
 
 
 def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and_fewer_are_none(lab: Lab) -> None:

@@ -17,7 +17,6 @@ from git_repository import git, repository, write
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
-from ddpm_lab.measure import code_version as sources
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, in_repository, is_library, unlisted
 from ddpm_lab.measure.worktree import Repository, tree_of
 
@@ -260,7 +259,7 @@ def test_libraries_and_other_repositories_below_the_root_are_not_of_it_and_submo
     git(mine, "commit", "--quiet", "--message", "with a submodule")
     repository(mine / "clone", {"a.py": ""})
     write(mine, {"venv/lib/b.py": "", "pack/c.py": ""})
-    monkeypatch.setattr(sources, "_library_folders", lambda: (f"{root}/venv/lib/",))
+    monkeypatch.setattr(module, "_library_folders", lambda: (f"{root}/venv/lib/",))
     assert in_repository(mine, root)
     assert in_repository(mine / "pack" / "c.py", root)
     for other in ("clone", "clone/a.py", "vendor/sub/a.py", "venv/lib", "venv/lib/b.py", "..", "/"):

@@ -211,7 +211,7 @@ def test_a_gpu_is_sampled_while_it_works_and_those_of_a_group_are_one(watched: W
         state = watched(card := Card(), seconds=seconds)
         assert {name: state[name] for name in one} == one
         assert card.samples == 1, "in the window, or at its end: the next one is a second later"
-    state = watched(Card())
+    state = watched(Card(), seconds=0.3)
     assert state["gpu_power_watts"] == pytest.approx(100, rel=0.01), "by the energy counter"
     assert state["gpu_energy_joules"] == pytest.approx(100 * state["watched_seconds"], rel=0.1)
     second = Card(utilisation=50, clocks={1: 1500, 2: 2619}, temperature=70, reasons=0x20, used=20 * GIB)

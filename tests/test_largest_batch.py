@@ -11,18 +11,13 @@ from typing import Any
 import psutil
 import pytest
 import records as make
-from conftest import busy_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import campaign, hardware, largest_batch, sets
-from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.sets import Instrument, Member
-from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.measure import hardware, largest_batch
+from ddpm_lab.measure.sets import Member
+from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord
 
 CUDA = RunConfig(device="cuda", global_batch_size=128)
@@ -143,44 +138,3 @@ def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pyt
     assert largest_batch.available_bytes() == 400 * MIB
     (two / "memory.max").write_text("max\n")
     assert largest_batch.available_bytes() == 4000 * MIB
-
-
-@pytest.mark.slow
-def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
-    tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = dataclasses.replace(busy_config(micro_steps=1, fits=12), workload="lab_workloads:hungry")
-    candidates = tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in (12, 16))
-    family = Family(name="f", baseline=base, baseline_label="batch 8", candidates=candidates, search_up_to=256)
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    tries: list[str] = []
-
-    def interrupted(*arguments: Any, member: Member, **values: Any) -> RunRecord:
-        if len(tries) == 2:
-            raise KeyboardInterrupt
-        tries.append(member.label)
-        return sets.measure_alone(*arguments, member=member, **values)
-
-    def run() -> Campaign:
-        target = Target(plan=short_plan, sets=1, cold_compiles=1)
-        made = Campaign(Experiment(name="batch_size", families=(family,)), target, instrument, ledger, tmp_path)
-        made.run(Progress("test", quiet=True))
-        return made
-
-    monkeypatch.setattr(campaign, "measure_alone", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setattr(campaign, "measure_alone", sets.measure_alone)
-    assert run().held.any
-    records = ledger.read()[0]
-    tried = [(r.label, r.status) for r in records if r.role == "search"]
-    sizes = [(8, "ok"), (16, "oom"), (12, "ok"), (14, "oom"), (13, "oom")]
-    assert tried == [(f"batch {size}", status) for size, status in sizes]
-    ends = [(r.config.global_batch_size, r.label) for r in records if r.role == "largest"]
-    assert ends == [(12, "memory")]
-    in_sets = [(r.role, r.label) for r in records if r.windows]
-    assert in_sets == [("baseline", "batch 8"), ("twin", "batch 8 again"), ("candidate", "batch 12")]
-    assert len({sum(w.images for w in r.windows) for r in records if r.windows}) == 1, "equal work"
-    assert [r.label for r in records if r.role == "note"] == ["batch 16"]
-    assert run().measured_sets == 0
-    assert len(ledger.read()[0]) == len(records)
