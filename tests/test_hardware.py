@@ -168,7 +168,8 @@ Watched = Callable[..., dict[str, Any]]
 
 def test_without_a_gpu_nothing_runs_meanwhile_and_the_host_is_read(plant: Plant) -> None:
     plant()
-    for gpus in ({}, {"GPU-1": RANK}):
+    groups: list[dict[str, int]] = [{}, {"GPU-1": RANK}]
+    for gpus in groups:
         threads = threading.active_count()
         with Watch(gpus) as watch:
             assert threading.active_count() == threads

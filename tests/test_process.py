@@ -60,8 +60,9 @@ def test_a_touch_keeps_what_the_rank_said(tmp_path: Path) -> None:
 
 def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
     """Its group too, when the leader is gone."""
-    words = {"start_new_session": True, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!"], **words) as leader:  # type: ignore[call-overload]
+    code = ["sh", "-c", "sleep 60 & echo $!"]
+    with subprocess.Popen(code, start_new_session=True, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
         started, member = start_ticks(leader.pid), int(leader.stdout.readline())
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         ticks = start_ticks(process.pid)
