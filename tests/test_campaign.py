@@ -261,8 +261,8 @@ def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> Non
     lab.run(ONE, seconds=600, look=False)
     assert set(lab.turns) == {12}, "sqrt(12 s / 0.9 s) * 10 % / 3 %"
     for set_noise, turn_noise, turns in ((0.5, 1e-3, turn_plan.LEAST_TURNS), (0.0, 0.5, turn_plan.MOST_TURNS)):
-        wild = {"count": 50, "set_noise": set_noise, "turn_noise": turn_noise}
-        lab.ledger.append(make.sets({}, experiment="other", turns=6, **wild))
+        wild = {"count": 60, "set_noise": set_noise, "turn_noise": turn_noise}
+        lab.ledger.append(make.sets({}, experiment="other", turns=20, **wild))
         lab.run(experiment(family(f"g{turns}", 1, first=turns)), sets=1)
         assert lab.turns == [turns]
     lab.run(experiment(family("f", 2)), sets=24)
