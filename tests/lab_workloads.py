@@ -196,7 +196,7 @@ class Waiting(Planted):
     multiplied by in bf16 and where the step is compiled.
     """
 
-    ready = ("still",)
+    ready: tuple[str, ...] = ("still",)
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)

@@ -80,7 +80,7 @@ def test_sets_of_another_code_plan_machine_or_data_do_not_count(lab: Lab) -> Non
     lab.run(ONE)
     here = lab.ledger.read()[0]
     for other in ({"code": "other"}, {"plan": Plan(window_steps=5)}):
-        lab.run(ONE, **other)  # type: ignore[arg-type]
+        lab.run(ONE, **other)
         assert len(lab.sets) == 3
     lab.forget()
     lab.ledger.append(make.on(make.GPUS, here))

@@ -99,7 +99,8 @@ def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch)
     looks: list[float | None] = []
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
     monkeypatch.setattr(others, "others_cores", lambda _: looks.pop(0))
-    for taken, found in (*rows, ([64.0, 64.0], 1), ([None], 4), ([2.0, None], 4)):
+    rows += [([64.0, 64.0], 1), ([None], 4), ([2.0, None], 4)]
+    for taken, found in rows:
         looks += taken
         assert (others.free_cores(), looks) == (found, []), taken
 

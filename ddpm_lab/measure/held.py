@@ -126,6 +126,10 @@ class Held:
         """What each compile from empty caches took."""
         return [r.stages["compile"] for r in self.completed("cold", compile_cache="cold") if "compile" in r.stages]
 
+    def cold_compiles(self, run_id: str) -> int:
+        """Compiles of a configuration from empty caches."""
+        return len(self.completed("cold", compile_cache="cold", run_id=run_id))
+
     # Quality
 
     def unsound(self, config: RunConfig) -> str:

@@ -134,8 +134,7 @@ class Shortfall:
         """Compiles from empty caches that are missing."""
         if config.compile == "off" or self.hopeless(config) or family.mechanism:
             return 0
-        have = self.held.completed("cold", compile_cache="cold", run_id=config.run_id)
-        return max(0, self.target.cold_compiles - len(have))
+        return max(0, self.target.cold_compiles - self.held.cold_compiles(config.run_id))
 
     def set_seconds(self, family: Family, candidates: int) -> float:
         """Forecast of one set with so many candidates, by what the latest of its family took."""
@@ -210,7 +209,8 @@ class Shortfall:
         if known is not None or image is None:
             return known
         compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
-        return image * trial.config.option("images", 0) + compiling
+        images: int = trial.config.option("images", 0)
+        return image * images + compiling
 
 
 def _members(family: Family) -> Sequence[Row]:
