@@ -15,20 +15,14 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network, network_seen
+from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
-from ddpm_lab.diffusion.step import Untrained, compile_seen
+from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
+from ddpm_lab.diffusion.step import Untrained
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
 _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``denoising.py``
-
-
-def sampler_steps(diffusion: Diffusion, sampler: str, steps: int) -> list[Step]:
-    """The steps of "ddim" or "ddpm", first to last. Raises ValueError for a number that the process does not have."""
-    return ddim_steps(diffusion, steps) if sampler == "ddim" else ddpm_steps(diffusion, steps)
 
 
 def image_generators(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
@@ -102,12 +96,11 @@ class Generation(Untrained):
         restore(network, tensors.values())
         self.evaluate = Inference(network, config, self.device)
         diffusion = Diffusion(config.diffusion)
-        self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))
+        self.sampler = SAMPLERS[config.option("sampler", "ddim")](diffusion, config.option("steps", 250))
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
-        self.fused_before = kernels.State.uses
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -128,26 +121,13 @@ class Generation(Untrained):
         ).cpu()
         self.context.mark("writing")
         for number, image in zip(batch, images, strict=True):
-            write_png(self.folder / image_name(number), image[None])
+            write_png(self.folder / f"{number:06d}.png", image[None])
         self.images += len(batch)
         return 0.0
 
     def witness(self) -> dict[str, Any]:
         """How many images were made, and how the network ran that made them."""
-        if not self.images:
-            return {"images": 0}
-        return {
-            "images": self.images,
-            "precision": self.evaluate.precision.seen(),
-            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
-            **network_seen(self.evaluate.network),
-            **compile_seen(self.config, self.evaluate.model),
-        }
-
-
-def image_name(number: int) -> str:
-    """File name of an image."""
-    return f"{number:06d}.png"
+        return {"images": self.images, **(self.evaluate.witness() if self.images else {})}
 
 
 generation = Generation
