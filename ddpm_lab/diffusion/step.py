@@ -249,11 +249,20 @@ class LoaderAlone(Fed):
 
 
 class Untrained:
-    """A workload that has no data and starts nothing."""
+    """A workload that has no data, starts nothing, and trains nothing."""
 
     def batches(self) -> Iterator[Any]:
         """There are no data."""
         return itertools.repeat(None)
+
+    def step(self, batch: Any) -> Any:
+        """Nothing is trained."""
+        del batch
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """Nothing is trained."""
+        return {"images": 0}
 
     def close(self) -> None:
         """Nothing was started."""

@@ -58,8 +58,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            sentence = f"another run works in {self.path}: wait for it, or choose another --output-dir"
-            raise ConfigError(sentence) from None
+            said = f"another run works in {self.path}: wait for it, or choose another --output-dir"
+            raise ConfigError(said) from None
         except OSError:  # a file system without locks
             pass
         for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
@@ -92,14 +92,16 @@ class RunFolder:
         if config.world_size == 1:
             del values["exchange"]
         said = f"# {' '.join(why.split())}\n" if why else ""
-        _replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
+        with writing(self.path / SETTINGS, RunFailed):
+            replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
 
     def open_logs(self, step: int) -> None:
         """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
-        rows = list(logged(self.path, step))
-        for name, text in zip((LOG, TABLE), _texts(rows, header=True), strict=True):
-            _replace(self.path / name, text)
-        self._files = [(self.path / name).open("a") for name in (LOG, TABLE)]
+        texts = _texts(list(logged(self.path, step)), header=True)
+        with writing(self.path, RunFailed):
+            for name, text in zip((LOG, TABLE), texts, strict=True):
+                replace(self.path / name, text)
+                self._files.append((self.path / name).open("a"))
 
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows to both logs. Raises RunFailed if they cannot be written."""
@@ -167,8 +169,3 @@ def _texts(rows: Sequence[dict[str, Any]], *, header: bool = False) -> tuple[str
         writer.writeheader()
     writer.writerows(rows)
     return "".join(f"{json.dumps(row)}\n" for row in rows), table.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    with writing(path, RunFailed):
-        replace(path, text)
