@@ -20,7 +20,7 @@ import pytest
 import records as make
 from test_training import equal
 from test_training_run import CONFIG, logged
-from test_training_run_processes import command, data, finished
+from test_training_run_processes import command, finished
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import tracker_chosen
@@ -35,7 +35,6 @@ from ddpm_lab.training import tracking
 from ddpm_lab.training.checkpoint import Checkpoint, read
 from ddpm_lab.training.tracking import TrackedTraining, Tracker
 
-__all__ = ["data"]
 comet = pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="make trackers")
 STEPS = 11
 TWO = ("--world-size", "2", "--oversubscribe")
@@ -80,8 +79,7 @@ def untracked(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoin
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COMET_API_KEY", raising=False)
         patch.setenv("PYTHONPATH", f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        code, _, err = finished(command(data, place / "run", STEPS, *TWO))
-    assert (code, notes(err)) == (0, []), err
+        assert notes(finished(command(data, place / "run", STEPS, *TWO))) == []
     assert not (place / "imported").exists()
     assert not list((place / "run").glob("comet*"))
     return weights(place / "run")
@@ -95,9 +93,7 @@ def weights(folder: Path) -> Checkpoint:
 @pytest.mark.slow
 def test_a_run_of_two_ranks_is_archived_once_and_goes_on(data: Path, untracked: Checkpoint, tmp_path: Path) -> None:
     for steps in (6, STEPS):
-        code, _, err = finished(command(data, tmp_path, steps, *TWO, "--tracker", "comet-offline"))
-        assert code == 0, err
-        assert len(notes(err)) == 1
+        assert len(notes(finished(command(data, tmp_path, steps, *TWO, "--tracker", "comet-offline")))) == 1
     assert equal(weights(tmp_path), untracked)
     losses = [(row["step"], row["loss"]) for row in logged(tmp_path)]
     first, second = archives(tmp_path / "comet")
@@ -126,9 +122,7 @@ def test_a_server_that_never_answers_changes_nothing(
     python, _, _, *words = command(data, tmp_path, STEPS, *TWO)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         monkeypatch.setenv("COMET_URL_OVERRIDE", f"http://127.0.0.1:{server.getsockname()[1]}/clientlib/")
-        code, _, err = finished([python, "-c", PATIENCE, *words])
-    assert code == 0, err
-    (note,) = notes(err)
+        (note,) = notes(finished([python, "-c", PATIENCE, *words]))
     assert "no answer in time" in note
     assert equal(weights(tmp_path), untracked)
 

@@ -91,15 +91,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     return use
 
 
-def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, stop: Stop | None = None, **times: int) -> Outcome:
-    return train(
-        config,
-        Schedule(steps=steps, **times),
-        folder,
-        threads=1,
-        stop=stop or Stop(),
-        progress=Progress("train", quiet=True),
-    )
+NEVER = {"sample_every": 0, "evaluate_every": 0}
+
+
+def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, **times: int) -> Outcome:
+    how: dict[str, Any] = {"threads": 1, "stop": Stop(), "progress": Progress("train", quiet=True)}
+    return train(config, Schedule(steps=steps, **times), folder, **how)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -110,6 +107,11 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def trained(group: Ranks) -> int:
+    """Steps that the ranks were asked for."""
+    return sum(steps for name, steps in group.calls if name == "advance")
+
+
 # --- what is done when -----------------------------------------------------------------------------------------------
 
 
@@ -117,8 +119,7 @@ def test_threads_follow_the_free_cores(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
-    group, free = ranks(), iter([None, 2, 8, None, 9, 1])
-    counts: list[int] = []
+    group, free, counts = ranks(), iter([None, 2, 8, None, 9, 1]), list[int]()
     call = group.call
 
     def heard(method: str, limit: float, **arguments: Any) -> list[Any]:
@@ -127,11 +128,8 @@ def test_threads_follow_the_free_cores(
 
     monkeypatch.setattr(group, "call", heard)
     monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
-    lines: list[str] = []
-    monkeypatch.setattr(Progress, "done", lambda _, line: lines.append(line))
     run(tmp_path, 60)
     assert counts == [4, 1]
-    assert "8 cores are free now: 4 threads a rank" in lines[0]
     free = iter([8, 8])
     run(tmp_path / "fixed", 60, config=dataclasses.replace(CONFIG, threads=1))
     assert counts == [4, 1]
@@ -149,8 +147,7 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 30))
     assert steps_in(tmp_path) == [20, 29]
     assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [12, 24, 29]
-    assert (outcome.held_out_loss, outcome.checkpoint.parent) == (0.5, tmp_path / "checkpoints")
-    assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000029.pt"
+    assert (outcome.held_out_loss, outcome.checkpoint) == (0.5, tmp_path / "checkpoints" / "step-00000029.pt")
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -160,59 +157,50 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
 
     ranks(end)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
+        run(tmp_path, 30, save_every=7, **NEVER)
     assert steps_in(tmp_path) == [7, 14]
     group = ranks()
-    run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
-    assert sum(steps for name, steps in group.calls if name == "advance") == 16
+    run(tmp_path, 30, save_every=7, **NEVER)
+    assert (trained(group), steps_in(tmp_path)) == (16, [21, 28, 30])
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 31))
-    assert steps_in(tmp_path) == [21, 28, 30]
     group = ranks()
     assert run(tmp_path, 30).step == 30
     assert group.calls == [], "there is nothing left to do"
-    run(tmp_path, 31, sample_every=0, evaluate_every=0)
-    assert len(logged(tmp_path)) == 31
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks(lambda what, step: math.nan if what == "loss" and step >= 13 else None)
-    words = r"the loss is no longer finite at step 13: .*the last good checkpoint is .*step-00000010\.pt"
-    with pytest.raises(RunFailed, match=words):
-        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
-    assert steps_in(tmp_path) == [5, 10]
-    assert [r["step"] for r in logged(tmp_path)] == list(range(1, 13))
-
-
-def test_a_rank_that_fails_is_named(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+def test_what_ends_a_run_leaves_the_last_good_checkpoint(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     def fail(what: str, step: int) -> None:
         if (what, step) == ("loss", 7):
             raise GroupFailed("oom", "rank 1: OutOfMemoryError", "  the traceback\n")
 
+    ranks(lambda what, step: math.nan if what == "loss" and step >= 13 else None)
+    with pytest.raises(RunFailed, match=r"step 13: .*step-00000010\.pt"):
+        run(tmp_path / "nan", 30, save_every=5, **NEVER)
+    assert steps_in(tmp_path / "nan") == [5, 10]
+    assert [r["step"] for r in logged(tmp_path / "nan")] == list(range(1, 13))
     ranks(fail)
-    with pytest.raises(RunFailed, match=r"the traceback\nrank 1: OutOfMemoryError; a smaller .*step-00000005"):
-        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
+    with pytest.raises(RunFailed, match=r"the traceback\nrank 1: OutOfMemoryError; .*step-00000005"):
+        run(tmp_path / "oom", 30, save_every=5, **NEVER)
 
 
 def test_an_unreadable_checkpoint_is_set_aside(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
-    run(tmp_path, 20, save_every=5, sample_every=0, evaluate_every=0)
+    run(tmp_path, 20, save_every=5, **NEVER)
     newest = tmp_path / "checkpoints" / "step-00000020.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
     group = ranks()
-    run(tmp_path, 22, save_every=5, keep=1, sample_every=0, evaluate_every=0)
-    assert sum(steps for name, steps in group.calls if name == "advance") == 7, "from step 15"
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "step-00000020.pt.unreadable",
-        "step-00000022.pt",
-    ]
+    run(tmp_path, 22, save_every=5, keep=1, **NEVER)
+    assert trained(group) == 7, "from step 15"
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000020.pt.unreadable", "step-00000022.pt"]
 
 
 def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
-    run(tmp_path, 5, sample_every=0, evaluate_every=0)
+    run(tmp_path, 5, **NEVER)
     before = (tmp_path / "config.toml").read_text()
     group = ranks()
     others: list[tuple[dict[str, Any], str]] = [
@@ -222,21 +210,10 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
         ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
     ]
     for settings, words in others:
-        with pytest.raises(ConfigError, match=rf"learns something else \({words}"):
+        with pytest.raises(ConfigError, match=words):
             run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
     assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], before)
     run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, loader="files"))
-
-
-def test_every_setting_is_decided() -> None:
-    """A new setting needs a decision: does it change what is learned?"""
-    computed = {
-        *("purpose", "workload", "device", "world_size", "accumulation", "precision", "compile", "compile_mode"),
-        *("channels_last", "implementation", "kernels", "read_loss", "loader", "loader_workers", "data", "exchange"),
-        *("oversubscribe", "options", "optimizer", "threads", "nodes", "revision", "freed_memory"),
-    }
-    assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
-    assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
 
 
 # --- from a file and the command line to a run ----------------------------------------------------------------------
@@ -250,87 +227,67 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    data: Path, text: str = "", schedule: dict[str, Any] | None = None, **flags: Any
+    folder: Path, data: Path, text: str = "", schedule: dict[str, Any] | None = None, **flags: Any
 ) -> tuple[RunConfig, Schedule]:
-    file = data.parent / "settings.toml"
+    file = folder / "settings.toml"
     file.write_text(text)
-    given = {name.replace("__", "."): value for name, value in flags.items()}
+    given = {"data": str(data), "image_size": 8, **{name.replace("__", "."): value for name, value in flags.items()}}
     times = {"steps": 10} if schedule is None else schedule
-    config, planned, _ = plan_training(
-        {"data": str(data), "image_size": 8, **given}, times, file=file if text else None, cache=data.parent
-    )
-    return config, planned
+    return plan_training(given, times, file=file if text else None, cache=folder)[:2]
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_settings_the_trainers_own(data: Path) -> None:
-    config, schedule = plan(data)
+def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_path: Path, data: Path) -> None:
+    config, schedule = plan(tmp_path, data)
     assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "tiny", 32)
     assert (config.precision, config.kernels, config.loader) == ("bf16", "fused", "packed")
-    assert plan(data, compile="whole")[0].kernels == plan(data, channels_last=False)[0].kernels == "aten"
+    assert {plan(tmp_path, data, **how)[0].kernels for how in ({"compile": "whole"}, {"channels_last": False})} == {
+        "aten"
+    }
     assert len(config.data_sha256) == 64
     assert schedule == Schedule(steps=10)
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_command_line_wins_over_the_file(data: Path) -> None:
-    text = """
-seed = 4
-precision = "fp32"
-[optimizer]
-learning_rate = 1e-3
-clip_norm = "none"
-[train]
-steps = 99
-save_every = 7
-"""
-    config, schedule = plan(data, text, schedule={"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
+    text = "seed = 4\nprecision = 'fp32'\n[optimizer]\nlearning_rate = 1e-3\nclip_norm = 'none'\n"
+    text += "[train]\nsteps = 99\nsave_every = 7\n"
+    config, schedule = plan(tmp_path, data, text, {"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
     assert (config.seed, config.precision) == (4, "bf16")
     assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (2e-3, None)
-    assert config.optimizer.ema_warmup, "real runs are looked at from their first grid on"
     assert schedule == Schedule(steps=5, save_every=7)
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
-    config, schedule = plan(data, seed=3)
     with RunFolder(tmp_path) as folder:
-        folder.write_settings(config, {"steps": 10})
+        folder.write_settings(config, {"steps": 5, "save_every": 7})
     again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
-    assert again[:2] == (config, schedule)
+    assert again[:2] == (config, schedule), "what ran can be run again"
 
 
 BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
-    ("", {}, {}, "how long to train is not given"),
+    ("", {}, {}, "--steps"),
     ("", {"steps": 0}, {}, "steps is 0"),
     ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
-    ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3: 2 cores are usable, give at most"),
+    ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3"),
     ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
-    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}: choose"),
-    ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
-    ("train = 3", {}, {}, "train is 3: give a table"),
-    ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3: give a table"),
-    ("workload = 'os:system'", None, {}, "workload is not for a file"),
-    ("world_size = 2\n[exchange]\nenabled = false", None, {}, "train a network each"),
+    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}"),
+    ("[train]\nmagic = 1", None, {}, "'magic'"),
+    ("train = 3", {}, {}, "train is 3"),
+    ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3"),
+    ("workload = 'os:system'", None, {}, "workload"),
+    ("world_size = 2\n[exchange]\nenabled = false", None, {}, "exchange.enabled"),
+    (f"data_sha256 = '{'0' * 64}'\ndata = 'DATA'", None, {"data": None}, "data_sha256"),
+    ("network = ", None, {}, "is not TOML"),
 ]
 
 
 @pytest.mark.usefixtures("machine")
-def test_bad_settings_are_refused(data: Path) -> None:
+def test_bad_settings_are_refused(tmp_path: Path, data: Path) -> None:
     for text, schedule, flags, words in BAD:
+        given = {"data": str(data), "image_size": 8, **{n.replace("__", "."): v for n, v in flags.items()}}
+        (tmp_path / "a.toml").write_text(text.replace("DATA", str(data)))
         with pytest.raises(ConfigError, match=words) as caught:
-            plan(data, text, schedule, **flags)
+            plan_training(
+                {name: value for name, value in given.items() if value is not None},
+                {"steps": 10} if schedule is None else schedule,
+                file=tmp_path / "a.toml",
+                cache=tmp_path,
+            )
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("machine")
-def test_other_images_than_the_file_names_are_refused(data: Path, tmp_path: Path) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(f'image_size = 8\ndata = "{data}"\ndata_sha256 = "{"0" * 64}"\n[train]\nsteps = 3\n')
-    with pytest.raises(ConfigError, match="are not those that data_sha256 names"):
-        plan_training({}, {}, file=file, cache=tmp_path)
-    config, _, _ = plan_training({"data": str(data)}, {}, file=file, cache=tmp_path)
-    assert config.data_sha256 != "0" * 64
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------
@@ -362,33 +319,21 @@ def test_a_log_is_cut_back_to_where_a_run_goes_on(tmp_path: Path) -> None:
         folder.open_logs(3)
         folder.log([row(4)])
     assert both_logs(tmp_path) == ([1, 2, 3, 4],) * 2
+
+
+def test_one_run_at_a_time_keeps_its_newest_checkpoints_and_clears_what_is_half_written(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
-        folder.open_logs(0)
-    assert both_logs(tmp_path) == ([], [])
-
-
-def test_two_runs_do_not_work_in_one_folder(tmp_path: Path) -> None:
-    with RunFolder(tmp_path), pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
-        pass
-    with RunFolder(tmp_path):
-        pass
-
-
-def test_the_newest_checkpoints_stay_and_what_is_half_written_goes(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as folder:
+        with pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
+            pass
         for step in (5, 10, 99_999_999, 100_000_000, 20):
             folder.checkpoint(step).touch()
-        (folder.checkpoints / "mine.pt").touch()
-        (folder.checkpoints / "step-00000030.pt.17.partial").touch()
-        (folder.samples / "step-00000030.png.17.partial").touch()
-        assert [p.name for p in checkpoints_in(folder.checkpoints)][:2] == ["step-100000000.pt", "step-99999999.pt"]
+        for name in ("checkpoints/mine.pt", "checkpoints/a.pt.17.partial", "samples/a.png.17.partial"):
+            (tmp_path / name).touch()
         folder.keep(3)
         folder.set_aside([folder.checkpoint(20)])
-    names = {p.name for p in tmp_path.rglob("*") if p.is_file()}
-    assert {"step-100000000.pt", "step-99999999.pt", "step-00000020.pt.unreadable", "mine.pt"} < names
-    assert not {"step-00000005.pt", "step-00000010.pt", "step-00000020.pt"} & names
     with RunFolder(tmp_path):
-        assert not list(tmp_path.rglob("*.partial"))
+        names = {p.name for p in tmp_path.rglob("*") if p.is_file() and not p.name.startswith(".")}
+    assert names == {"step-100000000.pt", "step-99999999.pt", "step-00000020.pt.unreadable", "mine.pt"}
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,10 +344,10 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         folder.open_logs(0)
         folder._files[0].close()
         folder._files[0] = Path("/dev/full").open("w")  # noqa: SIM115 - closed with the run
-        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
+        with pytest.raises(RunFailed, match="No space left"):
             folder.log([row(1)])
         monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
-        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
+        with pytest.raises(RunFailed, match="No space left"):
             folder.sync_logs()
 
 
@@ -418,14 +363,6 @@ def test_settings_that_are_written_are_read_back(tmp_path: Path) -> None:
     values = {"each": [math.inf, -math.inf, 1e-05, [True, "a"]], "part": {"least": math.nan}}
     file.write_text(settings_text(values))
     assert repr(read_settings(file, "a")) == repr(values)
-    for text, words in (
-        ("network = ", "is not TOML"),
-        ("magic = 1", "no setting 'magic'"),
-        ("network = 'x'", "is 'x'"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=rf"a\.toml.*{words}"):
-            configuration(read_settings(file, "--config"), str(file))
 
 
 # --- signals -------------------------------------------------------------------------------------------------------
