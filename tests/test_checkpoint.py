@@ -115,34 +115,29 @@ def test_a_payload_is_refused_and_not_run(
     files += [_bytes({**content, "weights": {**weights, payload: torch.zeros(1)}}), pickle.dumps(payload) + files[0]]
     for file in files:
         path.write_bytes(file)
-        with pytest.raises(CheckpointError, match=r"a\.pt is not used: it is damaged, or no checkpoint of ddpm_lab"):
+        with pytest.raises(CheckpointError, match="is not used"):
             read(path)
         assert not target.exists()
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
-    whole = _bytes(content)
+def test_a_file_that_is_cut_off_changed_or_compressed_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    path, whole = tmp_path / "a.pt", _bytes(content)
     for share in (0, 0.001, 0.1, 0.5, 0.9, 0.999):
-        (tmp_path / "a.pt").write_bytes(whole[: int(share * len(whole))])
+        path.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(CheckpointError, match="is not used"):
-            read(tmp_path / "a.pt")
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Torch itself does not look: in a weight it would be another weight."""
-    write(tmp_path / "a.pt", made())
-    whole = bytearray((tmp_path / "a.pt").read_bytes())
-    first = read(tmp_path / "a.pt").weights["stem.weight"].contiguous().numpy().tobytes()
-    at = whole.find(first)
-    assert at > 0
-    whole[at + 1] ^= 1
-    (tmp_path / "a.pt").write_bytes(whole)
-    with pytest.raises(CheckpointError, match="its hash does not fit"):
-        read(tmp_path / "a.pt")
-
-
-class Odd(Tensor):
-    """A subclass of a tensor."""
+            read(path)
+    # Torch itself does not look for a flipped bit: in a weight it would be another weight.
+    flipped = bytearray(whole)
+    flipped[whole.index(content["weights"]["stem.weight"].numpy().tobytes()) + 1] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match="hash"):
+        read(path)
+    # What is compressed could unpack to any size.
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(CheckpointError, match="compressed"):
+        read(path)
 
 
 def _text(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -197,15 +192,3 @@ def _bytes(content: Any) -> bytes:
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
-
-
-def test_compressed_content_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
-    """A few kilobytes could unpack to any size."""
-    with (
-        zipfile.ZipFile(io.BytesIO(_bytes(content))) as archive,
-        zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
-        for name in archive.namelist():
-            packed.writestr(name, archive.read(name))
-    with pytest.raises(CheckpointError, match="compressed"):
-        read(tmp_path / "a.pt")

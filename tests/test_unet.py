@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_networks import randomise
+from random_networks import error, inputs, randomise
 from torch import Tensor, nn
 
 from ddpm_lab.diffusion.blocks import UNetConfig
@@ -32,14 +32,6 @@ def made(config: UNetConfig, seed: int = 0) -> UNet:
     return network
 
 
-def inputs(
-    count: int = 2, height: int = 32, width: int = 32, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 3, height, width, generator=generator, dtype=dtype)
-    return x, torch.randint(0, 1000, (count,), generator=generator)
-
-
 def run(network: nn.Module, x: Tensor, t: Tensor, *, bf16: bool = False) -> tuple[Tensor, Tensor]:
     """The output, and all gradients of its mean square, in the order of the parameters."""
     network.zero_grad()
@@ -47,10 +39,6 @@ def run(network: nn.Module, x: Tensor, t: Tensor, *, bf16: bool = False) -> tupl
         output = network(x, t)
     output.float().square().mean().backward()
     return output.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_sizes_and_work() -> None:
@@ -71,29 +59,16 @@ def test_sizes_and_work() -> None:
     assert round((count_flops("ddpm")[1] - attention) / 1e9, 1) == 36.3
 
 
-def test_untrained_networks_give_finite_images_of_the_size_given() -> None:
-    for name, size in (("tiny", 20), ("tiny", 28), ("tiny", 36), ("seed", 20)):
+def test_sizes_that_fit_give_finite_images_and_others_are_refused() -> None:
+    for name, size in (("tiny", 20), ("tiny", 36), ("seed", 20)):
         x, t = inputs(2, size, size)
         output = build_network(name, image_size=size)(x, t)
         assert output.shape == x.shape
         assert output.isfinite().all()
-
-
-def test_names_and_sizes_that_do_not_fit_are_refused() -> None:
-    for name, size, words in (
-        ("seed", 30, "3 levels.*multiple of 4"),
-        ("ddpm", 36, "4 levels.*multiple of 8"),
-        ("tiny", 0, "image_size is 0"),
-        ("huge", 32, "'huge': choose one of tiny, seed, ddpm, s000"),
-    ):
+    for name, size, words in (("seed", 30, "of 4"), ("ddpm", 36, "of 8"), ("tiny", 0, "is 0"), ("huge", 32, "'huge'")):
         with pytest.raises(ValueError, match=words):
             build_network(name, image_size=size)
-    for config in (
-        NETWORKS["ddpm"],
-        NETWORKS["tiny"],
-        replace(SMALL["seed"], blocks=3),
-        replace(SMALL["seed"], patch=2),
-    ):
+    for config in (NETWORKS["ddpm"], NETWORKS["tiny"], replace(SMALL["seed"], blocks=3)):
         with torch.device("meta"), pytest.raises(ValueError, match="has no reference"):
             ReferenceUNet(config)
 
@@ -112,24 +87,14 @@ def test_output_and_gradients_are_the_references(axis: str, fused: bool) -> None
             assert error(actual, expected) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_published_size_too(fused: bool) -> None:
-    network = made(replace(NETWORKS["seed"], middle_attention_axis="positions", fused=fused), 3)
-    x, t = inputs()
-    for actual, expected in zip(run(network, x, t), run(reference(network), x, t), strict=True):
-        assert error(actual, expected) < 1e-5
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_in_bf16_it_is_as_near_as_autocast_brings_the_reference(fused: bool) -> None:
-    for seed in range(3):
-        network = made(replace(SMALL["seed"], fused=fused), seed).to(memory_format=torch.channels_last)
-        other = reference(network)
-        x, t = inputs(4)
-        results = run(network, x, t, bf16=True), run(other, x, t, bf16=True), run(other, x, t)
-        for actual, rounded, expected in zip(*results, strict=True):
-            assert 1e-4 < error(actual, expected) < 1.5 * error(rounded, expected)
+    network = made(replace(SMALL["seed"], fused=fused)).to(memory_format=torch.channels_last)
+    other = reference(network)
+    x, t = inputs(4)
+    results = run(network, x, t, bf16=True), run(other, x, t, bf16=True), run(other, x, t)
+    for actual, rounded, expected in zip(*results, strict=True):
+        assert 1e-4 < error(actual, expected) < 1.5 * error(rounded, expected)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -167,28 +132,11 @@ def test_gradients_reach_every_parameter_in_either_memory_format(name: str) -> N
     torch.testing.assert_close(output, plain, rtol=1e-11, atol=1e-11)
 
 
-def test_autocast_stays_close_to_single_precision() -> None:
-    network = made(SMALL["patched"])
-    x, t = inputs()
-    exact = network(x, t)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            output = network(x, t)
-        assert output.dtype == dtype
-        assert (output - exact).abs().max() < 0.05 * exact.abs().max()
-
-
-def test_compiles_without_graph_breaks() -> None:
-    network = made(SMALL["patched"])
-    x, t = inputs()
-    compiled = torch.compile(network, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, t), network(x, t))
-
-
-def test_deterministic_sensitive_to_time_and_each_image_for_itself() -> None:
+def test_compiles_without_breaks_and_each_image_is_for_itself_and_its_time() -> None:
     network = made(SMALL["patched"]).double()
     x, t = inputs(dtype=torch.float64)
     found = network(x, t)
+    torch.testing.assert_close(torch.compile(network, fullgraph=True, backend="eager")(x, t), found)
     assert torch.equal(found, network(x, t.float()))
     assert not torch.allclose(found, network(x, t + 1))
     torch.testing.assert_close(found[1:], network(x[1:], t[1:]), rtol=1e-10, atol=1e-12)
