@@ -8,6 +8,7 @@ import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +45,9 @@ def make_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def batch(images: npt.NDArray[np.uint8], protocol: int = 2) -> bytes:
+def batch(images: npt.NDArray[np.uint8]) -> bytes:
     data = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(len(images), -1)
-    labels = [0] * len(images)
-    return pickle.dumps({b"batch_label": b"x", b"labels": labels, b"data": data}, protocol=protocol)
+    return pickle.dumps({b"batch_label": b"x", b"labels": [0] * len(images), b"data": data}, protocol=2)
 
 
 def python2_batch(images: npt.NDArray[np.uint8]) -> bytes:
@@ -128,22 +128,14 @@ def test_a_7z_whose_header_names_a_path_outside_writes_nothing_there(tmp_path: P
     with py7zr.SevenZipFile(source, "w") as archive:
         archive.set_encoded_header_mode(False)
         archive.writestr(png(generate(1)[0]), "aaaescape.png")
-    content = source.read_bytes()
-    edited = bytearray(content.replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
-    assert edited != content
-    rewrite_7z_checksums(edited)
-    source.write_bytes(edited)
-    refused(source, tmp_path / "inner", "points outside")
-    assert not (tmp_path / "escape.png").exists()
-
-
-def rewrite_7z_checksums(content: bytearray) -> None:
-    """Make the checksums of the (plain) header and of the start header true again."""
-    from zlib import crc32  # noqa: PLC0415
-
+    content = bytearray(source.read_bytes().replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
+    # The checksums of the (plain) header and of the start header are made true again.
     offset, size = (int.from_bytes(content[i : i + 8], "little") for i in (12, 20))
     content[28:32] = crc32(content[32 + offset : 32 + offset + size]).to_bytes(4, "little")
     content[8:12] = crc32(content[12:32]).to_bytes(4, "little")
+    source.write_bytes(content)
+    refused(source, tmp_path / "inner", "points outside")
+    assert not (tmp_path / "escape.png").exists()
 
 
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:
@@ -234,15 +226,13 @@ def test_pickles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         refused(source, tmp_path / "out", "damaged or incomplete")
 
 
-def whole(source: Path) -> Path:
-    if source.suffix == ".7z":
-        return make_7z(source, {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(6))})
-    return make_tar(source, {"data_batch_1": batch(generate(6)), "test_batch": batch(generate(6))})
-
-
 @pytest.mark.parametrize("kind", ["7z", "tar.gz"])
 def test_truncated_and_damaged_archives_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -> None:
-    source = whole(tmp_path / f"a.{kind}")
+    source = tmp_path / f"a.{kind}"
+    if kind == "7z":
+        make_7z(source, {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(6))})
+    else:
+        make_tar(source, {"data_batch_1": batch(generate(6)), "test_batch": batch(generate(6))})
     content = source.read_bytes()
     for kept in (0.0, 0.3, 0.7, 0.98):
         source.write_bytes(content[: int(kept * len(content))])
@@ -269,25 +259,22 @@ def test_unknown_and_empty_archives(tmp_path: Path) -> None:
 
 
 def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: Path) -> None:
-    images = generate(40)
+    images, dest = generate(40), tmp_path / "dest"
     source = make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(images), "test_batch": batch(generate(50)[40:])})
-    dest = tmp_path / "dest"
     manifest = prepare(source, dest)
     assert (manifest.kind, manifest.count) == ("archive", 40)
-    packed = open_packed(dest)
+    packed, number = open_packed(dest), (dest / "manifest.json").stat().st_ino
     assert np.array_equal(packed.images, images)
     assert packed.files is not None
     assert packed.files[11] == str(dest / "images" / "train" / "12.png")
-    number = (dest / "manifest.json").stat().st_ino
     assert prepare(source, dest) == manifest
     assert (dest / "manifest.json").stat().st_ino == number
     (dest / "images" / "train" / "7.png").unlink()
-    assert open_packed(dest).files is None
     assert prepare(source, dest) == manifest
     assert open_packed(dest).files is not None
     make_tar(source, {"data_batch_1": batch(images[:30])})
     assert prepare(source, dest).count == 30
-    source = make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(images), "data_batch_2": b"no pickle"})
+    make_tar(source, {"data_batch_1": batch(images), "data_batch_2": b"no pickle"})
     with pytest.raises(DataError, match="damaged"):
         prepare(source, dest)
     assert everything_under(dest) == {".ddpm-lab.lock"}

@@ -1,26 +1,16 @@
 """The built-in images: the same everywhere, and worth learning from."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 
-from ddpm_lab.data.folder import decode, list_images
-from ddpm_lab.data.synthetic import generate, write_folder
+from ddpm_lab.data.synthetic import generate
 
 
 def test_pixels_are_the_same_on_every_machine() -> None:
     found = hashlib.sha256(generate(150).tobytes()).hexdigest()
     assert found == "25b05736c68e0888d4cb2f421eaf5fae09041f6959e9b6ec1e1442837ed31fcf"
     assert np.array_equal(generate(120)[:30], generate(30)), "more images begin with the same ones"
-
-
-def test_files_hold_the_pixels_in_kaggles_layout(tmp_path: Path) -> None:
-    write_folder(tmp_path, count=12, image_size=16)
-    files = list_images(tmp_path)
-    assert [file.path for file in files] == [f"train/{number}.png" for number in range(1, 13)]
-    decoded = np.stack([decode(tmp_path / file.path, 16) for file in files])
-    assert np.array_equal(decoded, generate(12, 16))
 
 
 def test_images_have_structure_variety_and_contrast() -> None:
