@@ -8,7 +8,7 @@ import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
+from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, FORMATS, LEVERS, SAMPLING, TUNED, Family
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
 from ddpm_lab.training.setting import Setup
@@ -38,40 +38,14 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
         assert config.option(FLASH_ATTENTION, None) is None
         assert config.workload == PEERS[name.split(", ")[0]]
         assert (config.implementation == "plain") == (PUBLISHED in name)
-
-
-def test_tuned_others_have_the_formats_that_are_fastest_for_them() -> None:
     formats = {"diffusers": {"precision": "fp32", "channels_last": False}}
     rows = dict(peers(setup(preset="quick", formats=formats)).families[0].candidates)
     assert (rows["diffusers, tuned"].precision, rows["diffusers, tuned"].channels_last) == ("fp32", False)
-    assert rows[f"{PUBLISHED}, tuned"].precision == rows["diffusers, in bf16 and channels_last"].precision == "bf16"
-
-
-@pytest.mark.parametrize(
-    ("changes", "trainers", "compiled"),
-    [
-        ({"preset": "full"}, None, list(PEERS)),
-        ({"preset": "quick"}, None, []),
-        ({"preset": "quick"}, ["diffusers"], ["diffusers"]),
-        ({"preset": "full", "device": "cuda", "gpus": 1}, None, []),  # there all that is tuned is compiled
-    ],
-)
-def test_on_a_cpu_the_tuned_are_compiled_in_full_or_when_named(
-    changes: dict[str, Any], trainers: list[str] | None, compiled: list[str]
-) -> None:
-    rows = dict(peers(setup(**changes), trainers=trainers).families[0].candidates)
-    assert [name for name in rows if name.endswith("compiled")] == [f"{peer}, tuned, compiled" for peer in compiled]
-    for peer in compiled:
-        tuned, whole = rows[f"{peer}, tuned"], rows[f"{peer}, tuned, compiled"]
-        assert tuned.differences(whole) == {"compile": ("off", "whole")}
-    if changes.get("device") == "cuda":
-        assert {config.compile for name, config in rows.items() if "tuned" in name} == {"whole"}
 
 
 def test_families_differ_in_what_they_say() -> None:
     both = family(BOTH_FP32)
     ((_, other),) = both.candidates
-    assert (both.baseline.precision, other.precision) == ("fp32", "fp32")
     changed = set(both.baseline.differences(other))
     assert changed == {"channels_last", "kernels", "freed_memory", "implementation", "read_loss", "optimizer"}
     for device, gpus in (("cpu", 0), ("cuda", 2)):
@@ -81,7 +55,12 @@ def test_families_differ_in_what_they_say() -> None:
             # The joined kernels need the channels-last format and an eager step: without these they go too.
             assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
             assert ("kernels" in label) == ("kernels" in changed)
-    assert len(family(LIMITS).candidates) == 4
+    for preset, named, count in (("full", None, len(PEERS)), ("quick", None, 0), ("quick", ["diffusers"], 1)):
+        rows = dict(peers(setup(preset=preset), trainers=named).families[0].candidates)
+        whole = [name for name in rows if name.endswith(", compiled")]
+        assert len(whole) == count, "on a CPU they are compiled in full, or when named"
+        for name in whole:
+            assert rows[name.removesuffix(", compiled")].differences(rows[name]) == {"compile": ("off", "whole")}
 
 
 def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:

@@ -32,19 +32,19 @@ from ddpm_lab.training.training_run import Outcome, Schedule, plan_training, tra
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
 
 
+Hook = Callable[[str, int], Any]
+
+
 class Ranks:
     """What a group of ranks answers, without ranks; ``hook`` is asked before each of its calls."""
 
-    def __init__(self, hook: Callable[[str, int], Any] = lambda *_: None) -> None:
-        self.hook = hook
-        self.calls: list[tuple[str, int]] = []
-        self.step = 0
+    def __init__(self, hook: Hook) -> None:
+        self.hook, self.calls = hook, list[tuple[str, int]]()
 
     def __call__(self, config: RunConfig, **_: Any) -> Ranks:
         self.config = dataclasses.replace(config, options=())
         path = config.option("checkpoint", "")
         self.step = read(Path(path)).step if path else 0
-        self.hook("start", self.step)
         return self
 
     def __enter__(self) -> Ranks:
@@ -58,24 +58,16 @@ class Ranks:
 
     def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
         assert limit >= 60
-        losses = [self._loss(self.step + i) for i in range(1, steps + 1)]
+        losses = [self.hook("loss", i) or 1 / i for i in range(self.step + 1, self.step + steps + 1)]
         self.step += steps
         self.calls.append(("advance", steps))
         return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
 
-    def _loss(self, step: int) -> float:
-        planted = self.hook("loss", step)
-        return 1 / step if planted is None else float(planted)
-
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60
-        self.calls.append((method, self.step))
-        if (planted := self.hook(method, self.step)) is not None:
-            return [planted, None]
+        self.calls.append((method, arguments.get("count", 0) if method == "set_threads" else self.step))
         if method == "save":
             write(Path(arguments["path"]), made(self.config, self.step))
-        if method == "samples":
-            Path(arguments["path"]).touch()
         return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
 
 
@@ -83,7 +75,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     """Put a stand-in in the place of the group."""
 
-    def use(hook: Callable[[str, int], Any] = lambda *_: None) -> Ranks:
+    def use(hook: Hook = lambda *_: None) -> Ranks:
         group = Ranks(hook)
         monkeypatch.setattr(training_run, "Group", group)
         return group
@@ -119,20 +111,12 @@ def test_threads_follow_the_free_cores(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
-    group, free, counts = ranks(), iter([None, 2, 8, None, 9, 1]), list[int]()
-    call = group.call
-
-    def heard(method: str, limit: float, **arguments: Any) -> list[Any]:
-        counts.extend([arguments["count"]] if method == "set_threads" else [])
-        return call(method, limit, **arguments)
-
-    monkeypatch.setattr(group, "call", heard)
+    free = iter([None, 2, 8, None, 9, 1, 8])
     monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
-    run(tmp_path, 60)
-    assert counts == [4, 1]
-    free = iter([8, 8])
-    run(tmp_path / "fixed", 60, config=dataclasses.replace(CONFIG, threads=1))
-    assert counts == [4, 1]
+    for threads, counts in ((0, [4, 1, 4]), (1, [])):
+        group = ranks()
+        run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)
+        assert [count for method, count in group.calls if method == "set_threads"] == counts
 
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
