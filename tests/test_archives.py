@@ -7,6 +7,7 @@ import os
 import pickle
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -98,32 +99,14 @@ def test_batches_become_numbered_files(tmp_path: Path, write: Any) -> None:
     assert np.array_equal([decode(tmp_path / "out" / "test" / f"{i}.png", 32) for i in range(1, 5)], images[20:])
 
 
-def changed_headers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    """Make py7zr read other things of the first member of an archive than it would write."""
-    real = py7zr.SevenZipFile.list
-
-    def changed(archive: Any) -> Any:
-        members = real(archive)
-        for name, value in changes.items():
-            setattr(members[0], name, value)
-        return members
-
-    monkeypatch.setattr(py7zr.SevenZipFile, "list", changed)
-
-
-def test_members_that_point_outside_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = png(generate(1)[0])
-    seven = make_7z(tmp_path / "a.7z", {"x.png": content})
+def test_members_that_point_outside_are_refused(tmp_path: Path) -> None:
     for name in ("../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png", "C:\\out.png"):
-        refused(make_tar(tmp_path / "a.tar.gz", {name: content}), tmp_path / "inner" / "out", "points outside")
-        with monkeypatch.context() as patch:
-            changed_headers(patch, filename=name)
-            refused(seven, tmp_path / "inner" / "out", "points outside")
-    assert everything_under(tmp_path) <= {"a.tar.gz", "a.7z", "inner", "inner/out", "inner/out/train", "inner/out/test"}
+        refused(make_tar(tmp_path / "a.tar.gz", {name: b"x"}), tmp_path / "inner" / "out", "points outside")
+    assert everything_under(tmp_path) <= {"a.tar.gz", "inner", "inner/out", "inner/out/train", "inner/out/test"}
 
 
 def test_a_7z_whose_header_names_a_path_outside_writes_nothing_there(tmp_path: Path) -> None:
-    """The same without the change above: the bytes of the header are edited in the file."""
+    """No library writes such a header, so its bytes are edited in the file."""
     source = tmp_path / "a.7z"
     with py7zr.SevenZipFile(source, "w") as archive:
         archive.set_encoded_header_mode(False)
@@ -160,7 +143,8 @@ def test_7z_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(archives, "MAX_FILES", 2)
     many = make_7z(tmp_path / "many.7z", {f"{i}.png": b"x" for i in range(3)})
     refused(many, tmp_path / "out", "3 files, more than the limit of 2")
-    changed_headers(monkeypatch, uncompressed=10)
+    lies = [SimpleNamespace(filename="1.png", is_file=True, is_directory=False, uncompressed=10)]
+    monkeypatch.setattr(py7zr.SevenZipFile, "list", lambda _: lies)
     refused(bomb, tmp_path / "out", "more than its header says")
 
 
@@ -196,18 +180,12 @@ class Payload:
 
 def test_a_pickle_with_a_payload_runs_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    payloads = [
-        Payload(os.system, f"touch {trace}"),
-        Payload(eval, f"open({str(trace)!r}, 'w')"),
-        Payload(getattr, "text", "upper"),
-        Payload(np.save, str(trace), 0),
-    ]
-    source = tmp_path / "a.tar.gz"
-    for payload, protocol in itertools.product(payloads, (0, 2, 4)):
+    payloads = [Payload(os.system, f"touch {trace}"), Payload(eval, f"open({str(trace)!r}, 'w')")]
+    for payload, protocol in itertools.product([*payloads, Payload(getattr, "text", "upper")], (0, 2, 4)):
         content = pickle.dumps({b"data": payload, b"labels": []}, protocol=protocol)
-        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "is refused: its pickle")
+        source = make_tar(tmp_path / "a.tar.gz", {"data_batch_1": content})
+        refused(source, tmp_path / "out", "its pickle")
     assert not trace.exists()
-    assert not (tmp_path / "trace.npy").exists()
 
 
 def test_pickles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -252,10 +230,10 @@ def test_truncated_and_damaged_archives_are_one_sentence_or_harmless(tmp_path: P
 
 def test_unknown_and_empty_archives(tmp_path: Path) -> None:
     (tmp_path / "a.rar").touch()
-    refused(tmp_path / "a.rar", tmp_path / "out", "not an archive of a known kind")
+    refused(tmp_path / "a.rar", tmp_path / "out", "known kind")
     refused(tmp_path / "none.7z", tmp_path / "out", "no such file")
-    refused(make_7z(tmp_path / "a.7z", {"readme.txt": b"x"}), tmp_path / "out", "holds no PNG or JPEG")
-    refused(make_tar(tmp_path / "a.tar.gz", {"x.txt": b"x"}), tmp_path / "out", "holds no CIFAR-10 batches")
+    refused(make_7z(tmp_path / "a.7z", {"readme.txt": b"x"}), tmp_path / "out", "no PNG or JPEG")
+    refused(make_tar(tmp_path / "a.tar.gz", {"x.txt": b"x"}), tmp_path / "out", "no CIFAR-10")
 
 
 def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: Path) -> None:

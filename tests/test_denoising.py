@@ -172,19 +172,6 @@ def test_what_is_no_sampling_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NARROW, multipliers=(1,)))  # a third of it to compile
-    _, expected = walked(CONFIG, 3)
-    config = dataclasses.replace(CONFIG, compile="whole")
-    workload, images = walked(config, 3)
-    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
-    seen = rank_of(workload)
-    assert mismatches(config, [seen]) == []
-    assert seen["graph_breaks"] == 0
-    assert mismatches(dataclasses.replace(config, compile="regional"), [seen])
-
-
-@pytest.mark.slow
 def test_real_ranks_measure_it_without_data(tmp_path: Path) -> None:
     """Also two ranks, which share the batch."""
     config = dataclasses.replace(CONFIG, network="tiny", global_batch_size=4, oversubscribe=True)

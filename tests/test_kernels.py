@@ -189,27 +189,17 @@ CONVOLUTIONS = (  # kind, images, inputs, outputs, height, width, threads
     (HALVED, 2, 64, 32, 9, 7, 1),  # rows and columns that no tap reaches
     (DOUBLED, 3, 32, 64, 5, 7, 1),
     (POINT, 3, 96, 32, 5, 3, 2),
-)
-MORE_CONVOLUTIONS = (
-    (SAME, 2, 64, 160, 3, 90, 4),  # more tiles, not evenly shared
     (SAME, 1, 128, 32, 70, 33, 1),  # some rows of an image at a time
     (SAME, 40, 64, 32, 4, 6, 1),  # some images at a time
     (SAME, 5, 32, 64, 4, 5, 3),  # tiles and images both taken apart
-    (SAME, 1, 512, 32, 3, 90, 1),  # one row at a time
-    (HALVED, 1, 128, 32, 140, 66, 2),
-    (DOUBLED, 1, 64, 128, 70, 50, 2),
-    (POINT, 1, 64, 384, 80, 65, 5),
-    ((3, 2, 0, False), 3, 96, 64, 9, 7, 1),
-    ((7, 1, 3, False), 2, 32, 32, 9, 8, 2),
     ((5, 3, 2, False), 2, 32, 32, 9, 8, 2),
 )
 
 
 @pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize("cases", [CONVOLUTIONS, pytest.param(MORE_CONVOLUTIONS, marks=pytest.mark.slow)])
-def test_convolutions_are_exact_but_for_the_format(cases: tuple[Any, ...]) -> None:
+def test_convolutions_are_exact_but_for_the_format() -> None:
     """What is bfloat16 is rounded once; the gradients of the weights, in single precision, not at all."""
-    for (taps, stride, padding, transposed), images, inputs, outputs, height, width, threads in cases:
+    for (taps, stride, padding, transposed), images, inputs, outputs, height, width, threads in CONVOLUTIONS:
         torch.set_num_threads(threads)
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         leaves = torch.randn(images, inputs, height, width), torch.randn(*shape, taps, taps), torch.randn(outputs)
@@ -269,20 +259,9 @@ def test_elsewhere_it_is_the_usual_convolution(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [("seed", {(3, 1): 24, (1, 1): 5, (4, 2): 2}), ("ddpm", {(3, 1): 24, (1, 1): 7, (3, 2): 1, (4, 2): 1})],
-)
-def test_a_network_trains_all_its_convolutions_by_it(
-    name: str, kinds: dict[tuple[int, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for its first and its last, which have three channels, and with gradients as near as bfloat16 is."""
-    narrow = dataclasses.replace(NETWORKS[name], width=32, multipliers=(1, 2), groups=8, heads=1)
-    networks = [UNet(dataclasses.replace(narrow, fused=fused)) for fused in (True, False)]
-    for layer in networks[0].parameters():
-        if not layer.any():  # layers that begin at zero would let no gradient pass
-            nn.init.normal_(layer, std=0.05)
-    networks[1].load_state_dict(networks[0].state_dict())
+def test_a_network_trains_all_its_convolutions_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its first and its last, which have three channels."""
+    network = UNet(dataclasses.replace(NETWORKS["seed"], width=32, multipliers=(1, 2), heads=1, fused=True))
     found: Counter[tuple[int, int]] = Counter()
     real = kernels._weights_gradient
 
@@ -291,17 +270,9 @@ def test_a_network_trains_all_its_convolutions_by_it(
         return real(large, small, taps, stride, padding)
 
     monkeypatch.setattr(kernels, "_weights_gradient", counted)
-    x, t, weights = torch.randn(2, 3, 16, 16), torch.tensor([3, 700]), torch.randn(2, 3, 16, 16)
-    for network, dtype in zip(networks, (torch.float32, torch.float64), strict=True):
-        network.to(dtype).to(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            out = network(x.to(dtype), t)
-        out.backward(weights.to(out.dtype))
-    assert found == kinds
-    for (place, ours), exact in zip(networks[0].named_parameters(), networks[1].parameters(), strict=True):
-        assert ours.grad is not None
-        assert exact.grad is not None
-        assert error(ours.grad, exact.grad) < 0.1, place
+    with torch.autocast("cpu", torch.bfloat16):
+        network(torch.randn(2, 3, 16, 16), torch.tensor([3, 700])).float().square().mean().backward()
+    assert found == {(3, 1): 24, (1, 1): 5, (4, 2): 2}
 
 
 def test_attention_by_products_is_as_exact_as_the_kernel_and_rounds_no_logits() -> None:
@@ -347,10 +318,3 @@ def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unsupported, match=r"no-such-compiler.*apt install"):
         library.__wrapped__()
-
-
-def test_one_pool_of_threads() -> None:
-    """A second OpenMP library in the process would fight the first for the cores."""
-    kernels.group_norm(torch.randn(2, 8, 4, 4), nn.GroupNorm(2, 8))
-    pools = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}
-    assert len(pools) <= 1

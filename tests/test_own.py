@@ -204,10 +204,8 @@ def test_a_larger_learning_rate_scales_the_users(made: Make) -> None:
 
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:
     Pair = namedtuple("Pair", ["images", "name"])
-    images = torch.rand(4, 3, 2, 2)
-    batch = {"pair": Pair(images, "x"), "labels": [torch.arange(4)], "nothing": None}
-    assert images_of(batch) == 4
-    assert images_of(("no", {"tensor": torch.tensor(1.0)})) is None
+    batch = {"pair": Pair(torch.rand(4, 3, 2, 2), "x"), "labels": [torch.arange(4)], "nothing": None}
+    assert (images_of(batch), images_of(("no", {"tensor": torch.tensor(1.0)}))) == (4, None)
     there = moved(batch, torch.device("cpu"), channels_last=True)
     assert isinstance(there["pair"], Pair)
     assert there["pair"].images.is_contiguous(memory_format=torch.channels_last)

@@ -24,7 +24,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
-from ddpm_lab.training.generation import generate, generation, image_generators, write_grid, write_png
+from ddpm_lab.training.generation import generate, generation, image_generators
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
 from ddpm_lab.workload import RankContext
@@ -183,17 +183,6 @@ def test_an_image_depends_on_its_seed_and_number_alone(sampler: str) -> None:
             torch.testing.assert_close(images(numbers, sampler), together[numbers])
     assert not torch.allclose(images([0], sampler), images([0], sampler, seed=2))
     assert not torch.allclose(together[0], together[1])
-
-
-def test_a_grid_holds_the_pixels_of_its_files(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{n}.png" for n in range(3)]
-    for path, value in zip(paths, (-1.0, 0.3, 1.0), strict=True):
-        write_png(path, torch.full((1, 3, 4, 4), value))
-    write_grid(paths, tmp_path / "grid.png")
-    grid = np.asarray(Image.open(tmp_path / "grid.png"))
-    assert grid.shape == (10, 10, 3)
-    for path, (top, left) in zip(paths, ((0, 0), (0, 6), (6, 0)), strict=True):
-        assert (grid[top : top + 4, left : left + 4] == np.asarray(Image.open(path))).all()
 
 
 @pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("fp32", "fused"), ("bf16", "fused")])
