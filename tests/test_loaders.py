@@ -90,8 +90,7 @@ def test_all_values_have_the_bits_of_the_plain_definition() -> None:
     for channels_last in (False, True):
         found = ModelRange(SIDE, channels_last)(torch.from_numpy(images.reshape(2, ROW)))
         assert torch.equal(found, scaled(images, channels_last))
-    assert set(np.unique(images).tolist()) == set(range(256))
-    assert (float(found.min()), float(found.max())) == (-1, 1)
+        assert (float(found.min()), float(found.max())) == (-1, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
