@@ -25,27 +25,23 @@ from ddpm_lab.workload import RankContext
 _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``denoising.py``
 
 
-def image_generators(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
-    """One generator for each image, from its number and the seed alone; on the CPU, whatever device samples."""
-    states = (np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64) for number in numbers)
-    return [torch.Generator().manual_seed(int(state[0])) for state in states]
+def image_generator(seed: int, number: int) -> torch.Generator:
+    """The generator of an image's noise, from its number and the seed alone; on the CPU, whatever device samples."""
+    state = np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))
 
 
-def generate(
-    evaluate: Callable[[Tensor, Tensor], Tensor],
-    steps: Sequence[Step],
-    generators: Sequence[torch.Generator],
-    *,
-    image_size: int,
-    device: torch.device,
-    mark: Callable[[str], None],
-) -> Tensor:
-    """Images (N, 3, S, S) in [-1, 1], one for each generator; ``mark`` is called before each of the steps."""
+def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
+    """The images (N, 3, S, S) in [-1, 1] of these numbers; ``mark`` is called before each of the steps.
+
+    Their size and the seed are those of the configuration of ``evaluate``.
+    """
+    size, device = evaluate.config.image_size, evaluate.device
+    generators = [image_generator(evaluate.config.seed, number) for number in numbers]
     unused = torch.Generator(device)
 
     def noise() -> Tensor:
-        each = [torch.randn(3, image_size, image_size, generator=generator) for generator in generators]
-        return torch.stack(each).to(device)
+        return torch.stack([torch.randn(3, size, size, generator=generator) for generator in generators]).to(device)
 
     x = noise()
     for step in steps:
@@ -89,14 +85,13 @@ class Generation(Untrained):
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        self.device = torch.device(context.device)
         checkpoint = read(Path(config.option("checkpoint", "")))
-        network = configured_network(config, self.device)
+        network = configured_network(config, torch.device(context.device))
         tensors = checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights
         restore(network, tensors.values())
-        self.evaluate = Inference(network, config, self.device)
-        diffusion = Diffusion(config.diffusion)
-        self.sampler = SAMPLERS[config.option("sampler", "ddim")](diffusion, config.option("steps", 250))
+        self.evaluate = Inference(network, config, context.device)
+        walk = SAMPLERS[config.option("sampler", "ddim")]
+        self.sampler = walk(Diffusion(config.diffusion), config.option("steps", 250))
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
@@ -111,14 +106,7 @@ class Generation(Untrained):
         """Make and write the images of these numbers; nothing is trained, so there is no loss."""
         if not batch:
             return 0.0
-        images = generate(
-            self.evaluate,
-            self.sampler,
-            image_generators(self.config.seed, batch),
-            image_size=self.config.image_size,
-            device=self.device,
-            mark=self.context.mark,
-        ).cpu()
+        images = generate(self.evaluate, self.sampler, batch, self.context.mark).cpu()
         self.context.mark("writing")
         for number, image in zip(batch, images, strict=True):
             write_png(self.folder / f"{number:06d}.png", image[None])

@@ -21,7 +21,7 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.sampling import ddim_steps, image_grid
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
-from ddpm_lab.training.generation import generate, image_generators, restore, write_png
+from ddpm_lab.training.generation import generate, restore, write_png
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
@@ -171,14 +171,8 @@ class Training(Trainer):
 
     def _generate(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
         """Images (N, 3, S, S) of these numbers by DDIM."""
-        return generate(
-            Inference(network, config, self.device),
-            ddim_steps(self.diffusion, steps),
-            image_generators(self.config.seed, numbers),
-            image_size=self.config.image_size,
-            device=self.device,
-            mark=self.context.mark,
-        )
+        evaluate = Inference(network, config, self.device)
+        return generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
 
 
 def _failure(path: str, do: Callable[[], None]) -> str | None:
