@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_processes import context
 from random_networks import error, inputs, randomise
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from ddpm_lab.diffusion.unet import NETWORKS, UNet, build_network, count_flops, 
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.questions.comparison import measure
-from ddpm_lab.workload import RankContext
 
 STEPS = 12
 CONFIG = RunConfig(
@@ -88,8 +88,7 @@ def test_weights_are_rounded_once_in_a_copy_to_what_autocast_makes_of_them(fused
 
 
 def made(config: RunConfig, rank: int = 0) -> Sampling:
-    context = RankContext(rank=rank, world_size=config.world_size, device="cpu", threads=1, mark=lambda _: None)
-    return sampling(config, context)
+    return sampling(config, context(rank, config.world_size))
 
 
 def walked(config: RunConfig, steps: int = STEPS) -> tuple[Sampling, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_processes import context
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_c
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
-CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+CONTEXT = context()
 
 
 @pytest.fixture(scope="module")

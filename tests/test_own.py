@@ -17,13 +17,14 @@ from typing import Any
 import own_modules
 import pytest
 import torch
+from fresh_processes import context
 from torch.nn.functional import cross_entropy
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining, described, images_of, moved, own
 from ddpm_lab.training.setting import Own
-from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
+from ddpm_lab.workload import Training, call_maker, named, place_of
 
 Make = Callable[..., Any]
 
@@ -46,10 +47,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def config(function: str = "make", **settings: Any) -> RunConfig:
     return RunConfig(**{**Own(name=f"mine:{function}").settings(), "global_batch_size": 8, **settings})
-
-
-def context(rank: int = 0, ranks: int = 1) -> RankContext:
-    return RankContext(rank=rank, world_size=ranks, device="cpu", threads=1, mark=lambda _: None)
 
 
 def train(workload: Any, steps: int) -> list[float]:

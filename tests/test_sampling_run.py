@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_processes import context
 from PIL import Image
 from test_checkpoint import made
 from torch import Tensor
@@ -27,7 +28,6 @@ from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.generation import generate, generation, image_generator
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
-from ddpm_lab.workload import RankContext
 
 
 class Ranks:
@@ -150,10 +150,6 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
 
 
 # One rank's share
-
-
-def context(rank: int = 0, world_size: int = 1) -> RankContext:
-    return RankContext(rank=rank, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
 
 
 class Network:
