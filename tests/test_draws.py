@@ -54,12 +54,10 @@ def test_draws_made_ahead_are_those_of_each_step(images: int, world_size: int, s
             assert np.array_equal(flips, stream.flips(*positions))
 
 
-def test_orders_differ_between_epochs_and_seeds_and_begin_anywhere() -> None:
+def test_orders_differ_between_epochs_and_seeds() -> None:
     starts = itertools.product(range(3), range(3))
     orders = [EpochStream(np.arange(100), seed).indices(100 * e, 100 * (e + 1)).tobytes() for seed, e in starts]
     assert len(set(orders)) == 9
-    firsts = Counter(int(EpochStream(np.arange(4), seed).indices(0, 1)[0]) for seed in range(2_000))
-    assert all(abs(firsts[i] - 500) < 5 * np.sqrt(2_000 * 0.25 * 0.75) for i in range(4))
 
 
 def test_flips_are_fair_and_independent_coins() -> None:

@@ -47,7 +47,6 @@ def test_pixels_files_and_manifest(tmp_path: Path, source: Path) -> None:
     assert packed.files == tuple(f"{source}/{number}.png" for number in range(1, 41))
     assert packed.manifest == manifest
     assert (manifest.kind, manifest.source, manifest.shape) == ("folder", str(source), (40, 8, 8, 3))
-    assert json.loads((tmp_path / "dest" / "manifest.json").read_text())["count"] == 40
     assert not packed.images.flags.writeable
     built = (tmp_path / "dest" / "manifest.json").stat()
     assert prepare(source, tmp_path / "dest", image_size=8) == manifest
@@ -148,12 +147,10 @@ def test_split_properties(labels: list[int]) -> None:
 def test_the_fewest_and_the_most_that_are_held_out(tmp_path: Path) -> None:
     numbers = np.arange(60_000, dtype=np.uint32).view(np.uint8).reshape(-1, 2, 2, 1)
     assert len(split(np.repeat(numbers, 3, axis=3), None)[0]) == MAX_HELD_OUT
-    folder = tmp_path / "few"
-    for count in (0, 1):
-        write_images(folder, generate(count or 1, 8)[:count])
-        with pytest.raises(DataError, match="few"):
-            prepare(folder, tmp_path / "dest", image_size=8)
-    manifest = prepare(write_images(folder, generate(2, 8)), tmp_path / "dest", image_size=8)
+    write_images(tmp_path / "few", generate(1, 8))
+    with pytest.raises(DataError, match="only 1 image"):
+        prepare(tmp_path / "few", tmp_path / "dest", image_size=8)
+    manifest = prepare(write_images(tmp_path / "few", generate(2, 8)), tmp_path / "dest", image_size=8)
     assert (manifest.train_count, len(manifest.held_out_indices)) == (1, 1)
 
 
