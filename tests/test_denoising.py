@@ -152,10 +152,10 @@ def test_ranks_share_a_batch_have_one_network_and_draw_their_own_noise() -> None
     one, two = (made(config, rank) for rank in (0, 1))
     for workload in (one, two):
         workload.step(None)
-        assert workload.x.shape == (3, 3, 12, 12)
+    assert one.x.shape == two.x.shape == (3, 3, 12, 12)
     assert not torch.equal(one.x, two.x)
-    for mine, others in zip(one.evaluate.network.parameters(), two.evaluate.network.parameters(), strict=True):
-        assert torch.equal(mine, others)
+    pairs = zip(one.evaluate.network.parameters(), two.evaluate.network.parameters(), strict=True)
+    assert all(torch.equal(mine, others) for mine, others in pairs)
 
 
 def test_what_is_no_sampling_is_refused() -> None:

@@ -163,10 +163,12 @@ def test_what_is_no_training_is_told_with_its_name_and_line(made: Make, tmp_path
         assert "mine:bad" in str(refusal.value)
 
 
-def test_a_training_that_is_not_the_same_is_refused_with_its_line(made: Make) -> None:
-    label = config(options=(("make", "mine:make"), ("parameters", 999), ("samples", 64), ("sample", "float32 3")))
-    workload = made()
+def test_a_training_that_is_not_the_same_is_refused_and_a_larger_learning_rate_scales_the_users(made: Make) -> None:
+    usual = config().optimizer
+    workload = made(optimizer=dataclasses.replace(usual, learning_rate=4 * usual.learning_rate))
+    assert workload.optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
     train(workload, 1)
+    label = config(options=(("make", "mine:make"), ("parameters", 999), ("samples", 64), ("sample", "float32 3")))
     parameters, sample = mismatches(label, [seen(workload, 1)])
     assert "(mine.py, line 32)" in parameters
     assert "parameters 999 when it was looked at, 314 in rank 0" in parameters
@@ -192,11 +194,6 @@ def noisy():
         torch.manual_seed(len(found) - 1)
         assert float(looked.step(batch)) == loss
     assert len(set(found)) == 4
-
-
-def test_a_larger_learning_rate_scales_the_users(made: Make) -> None:
-    scaled = dataclasses.replace(config().optimizer, learning_rate=4 * config().optimizer.learning_rate)
-    assert made(optimizer=scaled).optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -160,44 +162,36 @@ def test_ddpm_network_against_diffusers() -> None:
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.02)
     ours = build_network("ddpm").double()
+    resnet = {"norm1": ["norm1"], "conv1": ["conv1"], "time": ["time_emb_proj"], "norm2": ["norm2"], "conv2": ["conv2"]}
+    attention = {"norm": ["group_norm"], "qkv": ["to_q", "to_k", "to_v"], "out": ["to_out.0"]}
 
     def copy(target: nn.Module, *sources: nn.Module) -> None:
         for name, parameter in target.named_parameters():
-            value = torch.cat([source.get_parameter(name) for source in sources])
-            parameter.data.copy_(value.view_as(parameter))
+            parameter.data.copy_(torch.cat([s.get_parameter(name) for s in sources]).view_as(parameter))
 
-    def copy_stage(stage: nn.Module, resnet: nn.Module, attention: nn.Module | None) -> None:
-        pairs = [("norm1", "norm1"), ("conv1", "conv1"), ("time", "time_emb_proj"), ("norm2", "norm2")]
-        pairs += [("conv2", "conv2")]
-        if resnet.conv_shortcut is not None:
-            pairs += [("shortcut", "conv_shortcut")]
-        block, a = stage.get_submodule("block"), attention
-        for mine, other in pairs:
-            copy(block.get_submodule(mine), resnet.get_submodule(other))
-        if a is not None:
-            copy(stage.get_submodule("attention.norm"), a.get_submodule("group_norm"))
-            copy(stage.get_submodule("attention.qkv"), *(a.get_submodule(n) for n in ("to_q", "to_k", "to_v")))
-            copy(stage.get_submodule("attention.out"), a.get_submodule("to_out.0"))
+    def copy_stage(stage: Any, block: Any, around: Any = None) -> None:
+        shortcut = {} if block.conv_shortcut is None else {"shortcut": ["conv_shortcut"]}
+        pairs = [(stage.block, block, {**resnet, **shortcut})] + [(stage.attention, around, attention)] * bool(around)
+        for mine, other, names in pairs:
+            for name, sources in names.items():
+                copy(mine.get_submodule(name), *map(other.get_submodule, sources))
 
     copy(ours.stem, theirs.conv_in)
     copy(ours.time[0], theirs.time_embedding.linear_1)
     copy(ours.time[2], theirs.time_embedding.linear_2)
     down, up = iter(ours.down), iter(ours.up)
-    for block in theirs.down_blocks:
-        for resnet, attention in zip(block.resnets, getattr(block, "attentions", [None] * 2), strict=True):
-            copy_stage(next(down), resnet, attention)
-        if block.downsamplers:
-            copy(next(down).get_submodule("1"), block.downsamplers[0].conv)
+    for blocks, layers, ends in ((theirs.down_blocks, down, "downsamplers"), (theirs.up_blocks, up, "upsamplers")):
+        for block in blocks:
+            for part, around in zip_longest(block.resnets, getattr(block, "attentions", [])):
+                copy_stage(next(layers), part, around)
+            if getattr(block, ends):
+                last = next(layers)  # the nearest-neighbour step has no parameters
+                copy(last[1] if ends == "downsamplers" else next(layers), getattr(block, ends)[0].conv)
     copy_stage(ours.middle[0], theirs.mid_block.resnets[0], theirs.mid_block.attentions[0])
-    copy_stage(ours.middle[1], theirs.mid_block.resnets[1], None)
-    for block in theirs.up_blocks:
-        for resnet, attention in zip(block.resnets, getattr(block, "attentions", [None] * 3), strict=True):
-            copy_stage(next(up), resnet, attention)
-        if block.upsamplers:
-            next(up)  # the nearest-neighbour step has no parameters
-            copy(next(up), block.upsamplers[0].conv)
-    copy(ours.head.get_submodule("0"), theirs.conv_norm_out)
-    copy(ours.head.get_submodule("2"), theirs.conv_out)
+    copy_stage(ours.middle[1], theirs.mid_block.resnets[1])
+    head: Any = ours.head
+    copy(head[0], theirs.conv_norm_out)
+    copy(head[2], theirs.conv_out)
 
     x, t = inputs(1, dtype=torch.float64)
     with torch.no_grad():
