@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fresh_processes import context
-from random_networks import error, inputs, randomise
+from random_networks import inputs, randomise
 from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import SAMPLING, DiffusionConfig, RunConfig
-from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.denoising import Sampling, sampling
 from ddpm_lab.diffusion.network import Inference
-from ddpm_lab.diffusion.reference import reference
 from ddpm_lab.diffusion.unet import NETWORKS, UNet, build_network, count_flops, count_parameters
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.witness import mismatches
@@ -51,21 +49,6 @@ def network(**settings: Any) -> UNet:
     network = UNet(dataclasses.replace(NARROW, **settings))
     randomise(network)
     return network
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_predictions_are_the_networks(fused: bool) -> None:
-    """Also those of the kernels, which do not know of inference mode."""
-    for size, channels_last in (((2, 32, 32), True), ((3, 12, 20), False), ((1, 4, 8), True)):
-        x, t = inputs(*size)
-        before = kernels.State.uses
-        ready = Inference(network(fused=fused), RunConfig(network="seed", channels_last=channels_last), "cpu")
-        prediction = ready(x, t)
-        assert (kernels.State.uses > before) == fused
-        assert error(prediction, reference(network())(x, t).detach()) < 1e-5
-        assert prediction.is_inference()
-        assert ready.precision.seen() == "fp32"
-        assert not channels_last or prediction.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -141,23 +141,19 @@ def test_an_archive_holds_what_was_logged_and_nothing_of_comets_own(data: Path, 
 def test_an_archive_holds_every_comparison_and_the_figure(tmp_path: Path) -> None:
     configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
     broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
-    note = make.record(RunConfig(), role="note", label="tf32", status="left out", set_id="")
-    measured = study([*make.sets(configs, failures=broken), note], "amp", output_dir=tmp_path)
+    measured = study(make.sets(configs, failures=broken), "amp", output_dir=tmp_path)
     tell("comet-offline", measured)
     (archive,) = archives(tmp_path / "trace_output" / "comet")
     rows = comparisons(measured)
-    assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
+    assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate"]
     for row in rows[:3]:
         known = {name: value for name in NUMBERS if not math.isnan(value := getattr(row, name))}
         assert known == {name: archive.metrics[f"{row.label}/{name}"][0][1] for name in known}
-        assert archive.metrics[f"{row.label}/ratio"] == [(None, row.ratio.value)]
         assert archive.words[f"{row.label}/verdict"] == row.verdict
     assert {name: value for name, value in archive.settings.items() if "/" in name} == {
         "bf16/precision": "bf16",
         "fused/kernels": "fused",
     }
-    assert not [name for name in archive.metrics if "tf32" in name]
-    assert (archive.words["tf32/status"], archive.settings["network"]) == ("left out", "tiny")
     assert png(answer(measured).figure()) in archive.files.values()
     assert b"secret" not in b"".join(archive.files.values())
 
