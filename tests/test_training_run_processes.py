@@ -44,13 +44,9 @@ def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def started(arguments: list[str], core: int = 0) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    words = [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, start_new_session=True) as process:
         try:
             yield process
         finally:
