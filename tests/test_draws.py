@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,12 +112,7 @@ def test_noise_is_normal_and_timesteps_are_uniform() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_partition_does_not_matter_either() -> None:
-    def on_gpu(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return noise_and_timesteps(
-            0, 1, start, stop, global_batch_size=96, shape=(3, 32, 32), timesteps=1000, device="cuda"
-        )
-
-    noise, t = on_gpu(0, 96)
-    assert noise.is_cuda
-    assert torch.equal(torch.cat([on_gpu(0, 32)[0], on_gpu(32, 96)[0]]), noise)
-    assert torch.equal(torch.cat([on_gpu(0, 32)[1], on_gpu(32, 96)[1]]), t)
+    how: dict[str, Any] = {"global_batch_size": 96, "shape": (3, 32, 32), "timesteps": 1000, "device": "cuda"}
+    whole, *parts = (noise_and_timesteps(0, 1, start, stop, **how) for start, stop in ((0, 96), (0, 32), (32, 96)))
+    assert whole[0].is_cuda
+    assert all(torch.equal(torch.cat(two), one) for one, two in zip(whole, zip(*parts, strict=True), strict=True))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.diffusion.network import Inference
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import SAMPLERS, denoise
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.generation import generate, generation, image_generator
@@ -152,75 +152,54 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
 # One rank's share
 
 
-class Network:
-    """Any function that treats each image alone."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, seed: int) -> None:
-        self.config = RunConfig(image_size=8, seed=seed)
-
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        return torch.tanh(x * 0.7 + t[:, None, None, None] / 1000)
-
-
-def images(numbers: list[int], sampler: str = "ddpm", seed: int = 1) -> Tensor:
-    network: Any = Network(seed)
-    return generate(network, SAMPLERS[sampler](Diffusion(DiffusionConfig()), 7), numbers, lambda _: None)
-
-
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-def test_an_image_depends_on_its_seed_and_number_alone(sampler: str) -> None:
-    """And is that of ``sampling.denoise``, which draws noise for a whole batch."""
-    generator = image_generator(1, 5)
+def test_an_image_is_that_of_the_sampler_from_its_own_noise(sampler: str) -> None:
+    """As ``sampling.denoise`` makes it, which draws noise for a whole batch."""
+
+    class Network(Inference):
+        """Any function that treats each image alone."""
+
+        def __init__(self) -> None:
+            self.config, self.device = RunConfig(image_size=8, seed=1), torch.device("cpu")
+
+        def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+            return torch.tanh(x * 0.7 + t[:, None, None, None] / 1000)
+
+    steps, generator = SAMPLERS[sampler](Diffusion(DiffusionConfig()), 7), image_generator(1, 5)
     expected = torch.randn((1, 3, 8, 8), generator=generator)
-    for step in SAMPLERS[sampler](Diffusion(DiffusionConfig()), 7):
-        expected = denoise(Network(1), step, expected, generator=generator)
-    torch.testing.assert_close(images([5], sampler), expected)
-    together = images([0, 1, 2, 3, 4], sampler)
-    for numbers in ([3], [1, 2], [4, 2, 0]):
-        torch.testing.assert_close(images(numbers, sampler), together[numbers])
-    assert not torch.allclose(images([0], sampler), images([0], sampler, seed=2))
-    assert not torch.allclose(together[0], together[1])
+    for step in steps:
+        expected = denoise(Network(), step, expected, generator=generator)
+    torch.testing.assert_close(generate(Network(), steps, [4, 5], lambda _: None)[1:], expected)
 
 
-@pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("fp32", "fused"), ("bf16", "fused")])
-def test_how_the_network_ran_is_witnessed(tmp_path: Path, precision: str, kernels: str) -> None:
-    write(tmp_path / "a.pt", made(RunConfig(image_size=8)))
-    options = (("checkpoint", str(tmp_path / "a.pt")), ("steps", 2), ("numbers", (0, 1)), ("folder", str(tmp_path)))
-    config = RunConfig(image_size=8, global_batch_size=2, options=options, precision=precision, kernels=kernels)
-    workload = generation(config, context())
-    assert workload.witness() == {"images": 0}
-    for numbers in workload.batches():
-        workload.step(numbers)
-    seen = {"rank": 0, "device": "cpu", "steps": 1, **workload.witness()}
-    assert mismatches(config, [seen]) == []
-    other = dataclasses.replace(config, precision="fp32" if precision == "bf16" else "bf16")
-    assert [line for line in mismatches(other, [seen]) if "precision" in line]
-    assert seen["kernels"] == kernels
-
-
-def test_ranks_share_the_missing_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("bf16", "fused")])
+def test_ranks_share_the_missing_images_which_are_of_their_seed_and_number_alone(
+    tmp_path: Path, precision: str, kernels: str
+) -> None:
     write(tmp_path / "a.pt", made(RunConfig(image_size=8)))
     missing = (1, 2, 5, 6, 7)
     options: dict[str, Any] = {"checkpoint": str(tmp_path / "a.pt"), "steps": 2, "numbers": missing}
-    found = {}
-    for world_size, batch in ((1, 8), (2, 4), (2, 2)):
-        folder = tmp_path / f"{world_size}-{batch}"
+    usual = RunConfig(image_size=8, precision=precision, kernels=kernels)
+    found = []
+    for ranks, batch, seed in ((1, 8, 0), (2, 4, 0), (2, 2, 0), (1, 8, 1)):
+        folder = tmp_path / f"{ranks}-{batch}-{seed}"
         folder.mkdir()
         given = tuple({**options, "folder": str(folder)}.items())
-        config = RunConfig(image_size=8, world_size=world_size, global_batch_size=batch, options=given)
-        made_by = 0
-        for rank in range(world_size):
-            workload = generation(config, context(rank, world_size))
+        config = dataclasses.replace(usual, world_size=ranks, global_batch_size=batch, seed=seed, options=given)
+        seen = []
+        for rank in range(ranks):
+            workload = generation(config, context(rank, ranks))
+            assert workload.witness() == {"images": 0}
             batches = list(workload.batches())
             assert len(batches) == -(-len(missing) // batch), "every rank takes as many steps"
             for numbers in batches:
                 workload.step(numbers)
-            made_by += workload.witness()["images"]
-        assert made_by == len(missing)
+            seen.append(workload.witness())
+        assert sum(each["images"] for each in seen) == len(missing)
+        assert (seen[0]["precision"], seen[0]["kernels"]) == (precision, kernels)
         paths = sorted(folder.iterdir())
         assert [p.name for p in paths] == [f"{n:06d}.png" for n in missing]
-        found[folder] = np.stack([np.asarray(Image.open(p), dtype=int) for p in paths])
-    first, *others = found.values()
+        found.append(np.stack([np.asarray(Image.open(p), dtype=int) for p in paths]))
+    first, *others, last = found
     assert all(abs(other - first).max() <= 1 for other in others)
+    assert (last != first).any()

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import os
 import socket
 import sys
 import time
@@ -18,9 +17,7 @@ from typing import Any
 
 import pytest
 import records as make
-from test_training import equal
 from test_training_run import CONFIG
-from test_training_run_processes import command, finished
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import tracker_chosen
@@ -32,7 +29,6 @@ from ddpm_lab.explain.frames import study
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.reports.tracked import NUMBERS, tell
 from ddpm_lab.training import tracking
-from ddpm_lab.training.checkpoint import Checkpoint, read
 from ddpm_lab.training.tracking import TrackedTraining, Tracker
 
 comet = pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="make trackers")
@@ -68,47 +64,6 @@ def archives(folder: Path) -> list[Archive]:
 
 def notes(err: str) -> list[str]:
     return [line for line in err.splitlines() if "tracker:" in line]
-
-
-def untracked(data: Path, place: Path) -> Checkpoint:
-    """A run that is not logged, beside a comet_ml that would tell that it was imported."""
-    place.mkdir()
-    (place / "comet_ml.py").write_text(f"open({str(place / 'imported')!r}, 'w')")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COMET_API_KEY", raising=False)
-        patch.setenv("PYTHONPATH", f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        assert notes(finished(command(data, place / "run", STEPS, *TWO))) == []
-    assert not (place / "imported").exists()
-    assert not list((place / "run").glob("comet*"))
-    return weights(place / "run")
-
-
-def weights(folder: Path) -> Checkpoint:
-    return read(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
-
-
-PATIENCE = """
-import sys
-from ddpm_lab.training import tracking
-tracking.CLOSE_SECONDS = 3
-from ddpm_lab.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@comet
-@pytest.mark.slow
-def test_a_run_of_two_ranks_is_logged_once_and_a_server_that_never_answers_changes_nothing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learned = untracked(data, tmp_path / "untracked")
-    monkeypatch.setenv("COMET_API_KEY", "x" * 25)
-    python, _, _, *words = command(data, tmp_path, STEPS, *TWO)
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        monkeypatch.setenv("COMET_URL_OVERRIDE", f"http://127.0.0.1:{server.getsockname()[1]}/clientlib/")
-        (note,) = notes(finished([python, "-c", PATIENCE, *words]))
-    assert "no answer in time" in note
-    assert equal(weights(tmp_path), learned)
 
 
 @comet

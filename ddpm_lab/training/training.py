@@ -99,8 +99,7 @@ class Training(Trainer):
         """
         if self.context.rank:
             return None
-        eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
-        images = self._generate(self.ema, eager, range(count), min(steps, self.diffusion.timesteps)).cpu()
+        images = self._drawn(range(count), min(steps, self.diffusion.timesteps))
         return _failure(path, lambda: write_png(Path(path), images))
 
     @torch.no_grad()
@@ -145,7 +144,7 @@ class Training(Trainer):
         if self.context.rank:
             return None
         stream = io.BytesIO()
-        row = np.concatenate(list(self._drawn(range(count), steps)), axis=1)
+        row = np.concatenate(_pixels(self._drawn(range(count), steps)), axis=1)
         Image.fromarray(row).save(stream, format="PNG", optimize=True)
         return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
 
@@ -154,7 +153,7 @@ class Training(Trainer):
         if self.context.rank:
             return
         parts = [range(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE)]
-        np.save(path, np.concatenate([self._drawn(part, steps) for part in parts]))
+        np.save(path, np.concatenate([_pixels(self._drawn(part, steps)) for part in parts]))
 
     def _plain(self) -> tuple[AnyUNet, RunConfig]:
         """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
@@ -163,16 +162,17 @@ class Training(Trainer):
         restore(network, self.averages)
         return network, config
 
-    def _drawn(self, numbers: range, steps: int) -> npt.NDArray[np.uint8]:
-        """Images (N, S, S, 3) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
-        images = self._generate(*self._plain(), numbers, steps)
+    def _drawn(self, numbers: range, steps: int) -> Tensor:
+        """Images (N, 3, S, S) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
+        evaluate = Inference(*self._plain(), self.device)
+        images = generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
         allow_tf32(self.config.precision == "tf32")
-        return np.stack([image_grid(image[None]) for image in images])
+        return images.cpu()
 
-    def _generate(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
-        """Images (N, 3, S, S) of these numbers by DDIM."""
-        evaluate = Inference(network, config, self.device)
-        return generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
+
+def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
+    """Images (N, S, S, 3) of 8 bits."""
+    return np.stack([image_grid(image[None]) for image in images])
 
 
 def _failure(path: str, do: Callable[[], None]) -> str | None:
