@@ -71,11 +71,10 @@ def test_what_cannot_be_written_leaves_the_old_checkpoint(tmp_path: Path, monkey
     path = tmp_path / "a.pt"
     write(path, made())
     before = path.read_bytes()
-    for section in SECTIONS:
-        bad = made()
-        getattr(bad, section)["stem.weight"][0, 0, 0, 0] = float("nan")
-        with pytest.raises(CheckpointError, match=rf"stem.weight \({section}\)"):
-            write(path, bad)
+    bad = made()
+    bad.second_moments["stem.weight"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"stem.weight \(second_moments\)"):
+        write(path, bad)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

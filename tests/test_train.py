@@ -12,16 +12,13 @@ import numpy as np
 import pytest
 import torch
 from fresh_processes import DoublePrecision, context, gradients
-from PIL import Image
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.diffusion.step import Feed, LoaderAlone
 from ddpm_lab.diffusion.unet import build_network
-from ddpm_lab.questions.quality import IDENTITY_STEPS
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import Unsupported
 
@@ -90,29 +87,6 @@ def test_two_ranks_equal_one_on_the_same_global_batch(config: RunConfig, tmp_pat
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-10)
     assert one["gradient"].dtype == torch.float64
     assert float((one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()) < 1e-9
-
-
-@pytest.mark.slow
-def test_loaders_train_to_identical_weights_over_several_epochs(config: RunConfig, tmp_path: Path) -> None:
-    """Twenty steps of eight over fewer images than that: where an epoch ends within a batch, nobody may differ."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "images").mkdir()
-    for i in range(61):
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
-    manifest = prepare(tmp_path / "images", tmp_path / "prepared")
-    small = dataclasses.replace(config, data=str(tmp_path / "prepared"), data_sha256=manifest.content_hash)
-    drawn = IDENTITY_STEPS * small.global_batch_size
-    assert drawn > 2 * manifest.train_count, "two epochs end on the way"
-    assert manifest.train_count % small.global_batch_size, "and within a batch"
-    found = set()
-    for loader, workers in (("packed", 0), ("files", 0), ("files", 2), ("resident", 0)):
-        trainer = Trainer(dataclasses.replace(small, loader=loader, loader_workers=workers), context())
-        train(trainer, IDENTITY_STEPS)
-        said = trainer.witness()
-        assert (said["loader"], said["loader_workers"], said["images"]) == (loader, workers, drawn)
-        found.add((trainer.weights_sha256(), said["indices_sha256"]))
-        trainer.close()
-    assert len(found) == 1
 
 
 def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
