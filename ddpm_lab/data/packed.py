@@ -5,6 +5,7 @@ A prepared folder holds ``images.npy`` (uint8, N x S x S x 3), ``files.json`` (w
 images are unpacked into ``images/`` inside it.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -291,9 +292,11 @@ def _prepared(job: _Job, dest: Path, progress: Progress | None) -> Manifest:
         status = job.source.stat()
         state = [status.st_size, status.st_mtime_ns]
     mark = hashlib.sha256(json.dumps([*job.options(), state, fingerprint(held_out)]).encode()).hexdigest()
-    if (manifest := _current(job, dest, mark)) is not None:
-        return manifest
-
+    with contextlib.suppress(DataError):
+        packed = open_packed(dest)
+        # Unpacked files belong to the prepared folder; without them a loader cannot decode one at a time.
+        if packed.manifest.fingerprint == mark and (job.kind == "folder" or packed.files is not None):
+            return packed.manifest
     _clear(dest)
     try:
         root = job.source if job.kind == "folder" else _unpack(job, dest, progress)
@@ -311,18 +314,6 @@ def _listed(folder: Path) -> list[ImageFile]:
     if not files:
         raise DataError(f"no PNG or JPEG images in {folder}; give a folder of images, such as cifar-10/train")
     return files
-
-
-def _current(job: _Job, dest: Path, mark: str) -> Manifest | None:
-    """Return the manifest of ``dest`` if what is there is what the job would build."""
-    try:
-        packed = open_packed(dest)
-    except DataError:
-        return None
-    # Unpacked files belong to the prepared folder; without them a loader cannot decode one at a time.
-    if packed.manifest.fingerprint != mark or (job.kind != "folder" and packed.files is None):
-        return None
-    return packed.manifest
 
 
 def _clear(dest: Path) -> None:
@@ -360,7 +351,10 @@ def _build(  # noqa: PLR0917 - what ``_prepared`` has found
     skipped: list[str] = []
     while True:
         paths = [f"{root}/{file.path}" for file in files] + [f"{job.held_out}/{file.path}" for file in held_out]
-        array = _allocated(partial, (len(paths), job.image_size, job.image_size, 3))
+        shape = len(paths), job.image_size, job.image_size, 3
+        array: npt.NDArray[np.uint8] = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
+        with partial.open("r+b") as file:  # a full disk is an error here; met while writing to the map a crash
+            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
         bad = dict(decode_files(paths, array, keep_going=job.skip_bad, progress=progress))
         if not bad:
             break
@@ -383,7 +377,7 @@ def _build(  # noqa: PLR0917 - what ``_prepared`` has found
         kind=job.kind,
         source=str(job.source),
         held_out_source=str(job.held_out) if job.held_out else None,
-        shape=array.shape,
+        shape=shape,
         content_hash=content_hash(array, held_out_indices, unused_indices),
         fingerprint=mark,
         decoding=DECODING_RULE,
@@ -399,14 +393,6 @@ def _build(  # noqa: PLR0917 - what ``_prepared`` has found
             os.fsync(file.fileno())
         (dest / (name + PARTIAL)).rename(dest / name)
     return manifest
-
-
-def _allocated(path: Path, shape: tuple[int, int, int, int]) -> npt.NDArray[np.uint8]:
-    """Map a new array file. A full disk is an error here; met while writing to the map it would be a crash."""
-    array: npt.NDArray[np.uint8] = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
 
 
 def split(images: npt.NDArray[np.uint8], held_out_start: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
