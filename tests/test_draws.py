@@ -42,19 +42,6 @@ def test_epochs_are_permutations_and_nothing_is_dropped(
     assert all(counts[i] in ({whole, whole + 1} if rest else {whole}) for i in ids.tolist())
 
 
-@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 20), st.integers(0, 50))
-def test_draws_made_ahead_are_those_of_each_step(images: int, world_size: int, share: int, start: int) -> None:
-    stream = EpochStream(np.arange(images) * 3, seed=1)
-    size = share * world_size
-    for rank in range(world_size):
-        plan = Plan(stream=stream, global_batch_size=size, rank=rank, world_size=world_size, start_step=start)
-        for expected, (step, indices, flips) in zip(range(start, start + 40), plan.draws(), strict=False):
-            positions = (expected * size + rank * share, expected * size + (rank + 1) * share)
-            assert step == expected
-            assert np.array_equal(indices, stream.indices(*positions))
-            assert np.array_equal(flips, stream.flips(*positions))
-
-
 def test_flips_are_fair_and_independent_coins() -> None:
     flips = np.stack([EpochStream(np.arange(5), seed).flips(0, 40_000) for seed in (0, 1)]).astype(float)
     assert np.abs(flips.mean(axis=1) - 0.5).max() < 0.0125  # five standard deviations
