@@ -179,10 +179,7 @@ class _RefusedPickleError(Exception):
 
 
 class _Array:
-    """What a pickled array, or its number format, leaves behind: arguments and state, not yet believed.
-
-    No code of arrays runs while unpickling.
-    """
+    """What a pickled array, or its number format, leaves behind; no code of arrays runs while unpickling."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments

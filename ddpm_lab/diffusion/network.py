@@ -31,10 +31,7 @@ AnyUNet = UNet | ReferenceUNet
 
 
 def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
-    """The network of the configuration on ``device``, with the same weights in every implementation.
-
-    They are drawn from torch's global generator. Raises Unsupported without the compiler that fused kernels need.
-    """
+    """The network of a configuration, with weights from torch's global generator, the same in each implementation."""
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")

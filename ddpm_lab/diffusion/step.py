@@ -73,10 +73,7 @@ def adam_seen(optimizer: torch.optim.Optimizer) -> str:
 
 
 def channels_last_seen(network: nn.Module) -> bool | None:
-    """Whether the weights of a network's first real convolution lie in the channels-last format; None without any.
-
-    Those of one channel, or of one pixel, lie in both formats.
-    """
+    """Whether the first convolution of more than a pixel and a channel is channels-last; None where there is none."""
     layers = (m for m in network.modules() if isinstance(m, nn.Conv2d))
     weight = next((m.weight for m in layers if m.kernel_size[0] > 1 and m.weight.shape[1] > 1), None)
     if weight is None:

@@ -32,10 +32,7 @@ def image_generator(seed: int, number: int) -> torch.Generator:
 
 
 def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
-    """The images (N, 3, S, S) in [-1, 1] of these numbers; ``mark`` is called before each of the steps.
-
-    Their size and the seed are those of the configuration of ``evaluate``.
-    """
+    """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed and size of ``evaluate.config``."""
     size, device = evaluate.config.image_size, evaluate.device
     generators = [image_generator(evaluate.config.seed, number) for number in numbers]
     unused = torch.Generator(device)

@@ -113,10 +113,7 @@ class GradientCheck(Trainer):
         return float(loss.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
     def _between_ranks(self) -> float | None:
-        """How far a rank's gradient is from rank 0's, where it is farthest; None where one is no number.
-
-        Every rank has to ask, also one that has skipped its step: without exchange others may not have.
-        """
+        """The largest distance of a rank's gradient from rank 0's; None if one is no number. Every rank has to ask."""
         if self.context.world_size == 1:
             return 0.0
         mine = torch.cat([g.reshape(-1) for g in self.gradient or [torch.zeros_like(p) for p in self.parameters]])

@@ -23,10 +23,7 @@ HELD_OUT_SEED = 20_061_968
 
 
 def own(config: RunConfig, context: RankContext) -> Any:
-    """What the function of the option ``make`` returns: a ``Training`` as a workload, anything that steps as it is.
-
-    Raises TypeError, with the function's place, for what is neither.
-    """
+    """What the option ``make`` returns: a ``Training`` as a workload, or what steps as it is; else raises TypeError."""
     made, maker = _made(config, context)
     if isinstance(made, Training):
         return OwnTraining(config, context, made, maker)

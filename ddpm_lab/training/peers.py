@@ -33,10 +33,7 @@ _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
 
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
-    """The trainer of denoising-diffusion-pytorch; the option flash_attention is one of its network's.
-
-    Raises Unsupported where it is not installed, or has no such network.
-    """
+    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it, or such a network, is not there."""
     theirs, average_of = _installed("denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "ema_pytorch")
     shape = _shape("denoising-diffusion-pytorch", config, ("seed", "s000"))
     unet = partial(theirs.Unet, dim=shape.width, dim_mults=shape.multipliers)
@@ -124,10 +121,7 @@ def _shape(name: str, config: RunConfig, networks: tuple[str, ...]) -> UNetConfi
 
 
 def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
-    """Put a network where it runs, in its memory format, before a project copies it for its average of the weights.
-
-    Weights and averages in two formats could not be averaged in one call.
-    """
+    """Put a network where it runs, in its memory format, before its averages are copied: theirs has to be the same."""
     network.to(context.device)
     if config.channels_last:
         network.to(memory_format=torch.channels_last)

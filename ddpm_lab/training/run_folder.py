@@ -130,10 +130,7 @@ def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
 
 
 def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
-    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
-
-    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
-    """
+    """Steps in a run's log, the seconds that these alone took, and the lowest held-out loss (None: never measured)."""
     rows = list(logged(folder))
     seconds = sum(global_batch_size / rate for row in rows if (rate := row.get("images_per_second")))
     return len(rows), seconds, min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)

@@ -111,10 +111,7 @@ class Tracker:
             self._fail(reason)
 
     def _open(self, errors: logging.Handler) -> Any:
-        """Import comet_ml and open the experiment, with everything off that it collects by itself.
-
-        Its hook at exit acts only in the thread that opened the experiment, so an exit never waits for it.
-        """
+        """Import comet_ml and open the experiment, with everything off that it collects by itself."""
         os.environ.update(ENVIRONMENT)
         hook = sys.excepthook
         import comet_ml  # noqa: PLC0415 - optional, and reads the environment when imported

@@ -93,10 +93,7 @@ class Training(Trainer):
         torch.set_num_threads(count)
 
     def samples(self, *, path: str, count: int, steps: int) -> str | None:
-        """Write a grid of the first ``count`` images of the averaged weights by DDIM, on rank 0.
-
-        They come from the same noise each time. Returns one sentence if they cannot be written.
-        """
+        """Write a grid of images of the averaged weights by DDIM, on rank 0; returns a sentence if that fails."""
         if self.context.rank:
             return None
         images = self._drawn(range(count), min(steps, self.diffusion.timesteps))

@@ -210,10 +210,7 @@ def train(
 
 
 def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path, int] | None:
-    """The newest readable checkpoint and its step; newer ones are set aside. None where there is no checkpoint.
-
-    Raises ConfigError if none can be read, or if the run learned something else.
-    """
+    """The newest readable checkpoint and its step; newer ones are set aside. Raises ConfigError if none can be used."""
     paths, refused = checkpoints_in(run.checkpoints), list[str]()
     if not paths:
         return None
