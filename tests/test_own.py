@@ -92,15 +92,6 @@ def test_the_label_is_what_ran(made: Make, settings: dict[str, Any]) -> None:
         assert mismatches(dataclasses.replace(label, **other), [found]), other
 
 
-@pytest.mark.slow
-def test_what_is_compiled_is_witnessed(made: Make) -> None:
-    workload = made(compile="whole", precision="bf16")
-    train(workload, 2)
-    found = seen(workload, 2)
-    assert mismatches(config(compile="whole", precision="bf16"), [found]) == []
-    assert found["compiled_frames"] > 0
-
-
 def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made: Make) -> None:
     def epoch(**settings: Any) -> list[float]:
         with closing(made(**settings)) as workload:

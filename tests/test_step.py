@@ -151,11 +151,3 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
         seen = trained(none, way)
         assert mismatches(none, [seen, {**seen, "rank": 1}]) == []
         assert mismatches(alone, [trained(alone, way)]) == []
-
-
-def test_what_goes_past_the_compiled_model_is_told_with_its_line() -> None:
-    label = dataclasses.replace(LABEL, world_size=1, compile="whole")
-    seen = {**OFFERED, "offers": ["loss"], "steps": 3, "compile": "off"}
-    (sentence,) = mismatches(label, [seen])
-    assert "mine.py, line 27" in sentence
-    assert mismatches(label, [{**seen, "compile": "whole"}]) == []

@@ -21,7 +21,6 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.settings_file import configuration, read_settings, settings_text
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
@@ -260,17 +259,6 @@ def test_bad_settings_are_refused(plan: Plan) -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             plan(text, schedule, **flags)
         assert "\n" not in str(caught.value)
-
-
-def test_settings_that_are_written_are_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "a.toml"
-    config = RunConfig(
-        data='a "folder"\\with ünusual\tname',
-        diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0),
-        optimizer=OptimizerConfig(clip_norm=None, learning_rate=1e-5, betas=(0.9, 0.999)),
-    )
-    file.write_text(settings_text({name: value for name, value in config.as_dict().items() if name != "options"}))
-    assert configuration(read_settings(file, "a"), "a") == config
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------
