@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
 from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.files import replace as write_whole
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
@@ -51,13 +52,9 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
 
 def write_png(path: Path, images: Tensor) -> None:
     """Write images (N, 3, H, W) in [-1, 1] as one PNG, in a grid if N is above 1; the file is there whole or not."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        Image.fromarray(image_grid(images)).save(partial, format="PNG")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    Image.fromarray(image_grid(images)).save(content, format="PNG")
+    write_whole(path, content.getvalue())
 
 
 def write_grid(paths: Sequence[Path], path: Path) -> None:
