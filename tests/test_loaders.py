@@ -204,6 +204,7 @@ def test_workers_do_not_outlive_a_killed_process(packed: PackedImages) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(ddpm_lab.__file__).parents[1])}
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment, "text": True}
     with subprocess.Popen([sys.executable, "-c", ORPHANS, str(packed.dest)], **how) as process:
+        assert process.stdout
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2
         process.kill()

@@ -104,14 +104,13 @@ def _options(config: RunConfig) -> tuple[str, int]:
             f"accumulation is {config.accumulation} and read_loss {config.read_loss}: sampling has no loss, so leave "
             "both out"
         )
-    if sampler == "ddpm":
-        if steps is not None:
-            raise ConfigError(f"options.steps is {steps!r} with sampler 'ddpm', which walks all timesteps: use ddim")
-        return sampler, config.diffusion.timesteps
-    count = DDIM_STEPS if steps is None else steps
+    most = config.diffusion.timesteps
+    if sampler == "ddpm" and steps is not None:
+        raise ConfigError(f"options.steps is {steps!r} with sampler 'ddpm', which walks all timesteps: use ddim")
+    count = most if sampler == "ddpm" else DDIM_STEPS if steps is None else steps
     whole("options.steps", count, 1)
-    if count > config.diffusion.timesteps:
-        raise ConfigError(f"options.steps is {count}: give at most the {config.diffusion.timesteps} timesteps")
+    if count > most:
+        raise ConfigError(f"options.steps is {count}: give at most the {most} timesteps")
     return sampler, count
 
 

@@ -71,7 +71,10 @@ class GradientCheck(Trainer):
         plain_loss, plain = self._reference(exact, next(exact.batches())) if exact else (math.nan, {})
         self.gradient = []
         scale = self.scaler.get_scale() if self.scaler else 1.0
-        loss = self._over_ranks(self.step(batch))
+        total = self.step(batch).double()
+        if self.context.world_size > 1:
+            dist.all_reduce(total)
+        loss = float(total) / self.context.world_size
         self.compared_images += len(batch.images)
         skipped = self.scaler is not None and self.scaler.get_scale() < scale
         apart = self._between_ranks()
@@ -123,13 +126,6 @@ class GradientCheck(Trainer):
         error = torch.where(error.isfinite(), error, torch.inf)
         dist.all_reduce(error, dist.ReduceOp.MAX)
         return float(error) if error.isfinite() else None
-
-    def _over_ranks(self, loss: Tensor) -> float:
-        """The mean of ``loss`` over ranks, which every rank has to ask for."""
-        total = loss.double()
-        if self.context.world_size > 1:
-            dist.all_reduce(total)
-        return float(total) / self.context.world_size
 
 
 def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor]) -> dict[str, Any]:
