@@ -307,11 +307,6 @@ class Step(Fed):
         self.steps = self.losses_read = 0
         self.precision = PrecisionWatch(network, self.device, watch=watch, run=run)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss, which are scaled in fp16."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-
     def descend(self) -> None:
         """Clip the gradients, step, and drop them; in fp16 the step is left out if they have overflown."""
         if self.scaler:
@@ -396,7 +391,8 @@ class LossStep(Step):
         with autocast(self.config, self.device):
             loss = self.loss(self.model, batch)
         self.mark("backward")
-        self.backward(loss)
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
         if self.config.read_loss:
             loss.item()
             self.losses_read += 1

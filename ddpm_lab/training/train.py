@@ -98,7 +98,8 @@ class Trainer(Step):
             with quiet:
                 loss = self.loss(batch, slice(i * size, (i + 1) * size)) / parts
                 mark("backward")
-                self.backward(loss)
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         mark("optimizer")
         self.descend()
