@@ -153,7 +153,9 @@ def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path)
         "malicious": {**state, "harm": Malicious(tmp_path / "harm")},
     }.items():
         file = tmp_path / name
-        file.write_bytes(bad) if isinstance(bad, bytes) else torch.save(bad, file)
+        torch.save(bad, file)
+        if isinstance(bad, bytes):
+            file.write_bytes(bad)
         with pytest.raises(ConfigError, match="does not hold the weights"):
             plan_fid(str(file), 2, None)
     assert not (tmp_path / "harm").exists()

@@ -178,7 +178,7 @@ def test_ddpm_network_against_diffusers() -> None:
     copy(ours.stem, theirs.conv_in)
     copy(ours.time[0], theirs.time_embedding.linear_1)
     copy(ours.time[2], theirs.time_embedding.linear_2)
-    down, up = iter(ours.down), iter(ours.up)
+    down, up = (iter(list[Any](part)) for part in (ours.down, ours.up))
     for blocks, layers, ends in ((theirs.down_blocks, down, "downsamplers"), (theirs.up_blocks, up, "upsamplers")):
         for block in blocks:
             for part, around in zip_longest(block.resnets, getattr(block, "attentions", [])):
