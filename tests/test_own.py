@@ -175,7 +175,7 @@ def noisy():
     )
 """
     looked, alone = made(noisy, "noisy"), made(noisy, "noisy")
-    found = []
+    found: list[float] = []
     for batch in itertools.islice(alone.batches(), 4):
         torch.manual_seed(len(found))
         loss = float(alone.step(batch))

@@ -76,6 +76,7 @@ def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
             peers(setup(network="tiny"), parts=parts)
         with pytest.raises(ConfigError, match=rf"'{parts[-1]}'.*among trainers"):
             peers(setup(), parts=parts, trainers=["diffusers"])
-    for grid in ({"trainers": ["EDM"]}, {"parts": ["all"]}, {"parts": []}, {"global_batch_size": 0}):
+    grids: list[dict[str, Any]] = [{"trainers": ["EDM"]}, {"parts": ["all"]}, {"parts": []}, {"global_batch_size": 0}]
+    for grid in grids:
         with pytest.raises(ConfigError, match=next(iter(grid))):
             ask("peers", setup(), **grid)

@@ -81,7 +81,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     return use
 
 
-NEVER = {"sample_every": 0, "evaluate_every": 0}
+NEVER: dict[str, Any] = {"sample_every": 0, "evaluate_every": 0}
 
 
 def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, **times: int) -> Outcome:
