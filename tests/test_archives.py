@@ -7,7 +7,9 @@ import os
 import pickle
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +46,9 @@ def make_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def batch(images: npt.NDArray[np.uint8], protocol: int = 2) -> bytes:
+def batch(images: npt.NDArray[np.uint8]) -> bytes:
     data = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(len(images), -1)
-    labels = [0] * len(images)
-    return pickle.dumps({b"batch_label": b"x", b"labels": labels, b"data": data}, protocol=protocol)
+    return pickle.dumps({b"batch_label": b"x", b"labels": [0] * len(images), b"data": data}, protocol=2)
 
 
 def python2_batch(images: npt.NDArray[np.uint8]) -> bytes:
@@ -98,60 +99,33 @@ def test_batches_become_numbered_files(tmp_path: Path, write: Any) -> None:
     assert np.array_equal([decode(tmp_path / "out" / "test" / f"{i}.png", 32) for i in range(1, 5)], images[20:])
 
 
-def changed_headers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    """Make py7zr read other things of the first member of an archive than it would write."""
-    real = py7zr.SevenZipFile.list
-
-    def changed(archive: Any) -> Any:
-        members = real(archive)
-        for name, value in changes.items():
-            setattr(members[0], name, value)
-        return members
-
-    monkeypatch.setattr(py7zr.SevenZipFile, "list", changed)
-
-
-def test_members_that_point_outside_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = png(generate(1)[0])
-    seven = make_7z(tmp_path / "a.7z", {"x.png": content})
+def test_members_that_point_outside_are_refused(tmp_path: Path) -> None:
     for name in ("../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png", "C:\\out.png"):
-        refused(make_tar(tmp_path / "a.tar.gz", {name: content}), tmp_path / "inner" / "out", "points outside")
-        with monkeypatch.context() as patch:
-            changed_headers(patch, filename=name)
-            refused(seven, tmp_path / "inner" / "out", "points outside")
-    assert everything_under(tmp_path) <= {"a.tar.gz", "a.7z", "inner", "inner/out", "inner/out/train", "inner/out/test"}
+        refused(make_tar(tmp_path / "a.tar.gz", {name: b"x"}), tmp_path / "inner" / "out", "points outside")
+    assert everything_under(tmp_path) <= {"a.tar.gz", "inner", "inner/out", "inner/out/train", "inner/out/test"}
 
 
 def test_a_7z_whose_header_names_a_path_outside_writes_nothing_there(tmp_path: Path) -> None:
-    """The same without the change above: the bytes of the header are edited in the file."""
+    """No library writes such a header, so its bytes are edited in the file."""
     source = tmp_path / "a.7z"
     with py7zr.SevenZipFile(source, "w") as archive:
         archive.set_encoded_header_mode(False)
         archive.writestr(png(generate(1)[0]), "aaaescape.png")
-    content = source.read_bytes()
-    edited = bytearray(content.replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
-    assert edited != content
-    rewrite_7z_checksums(edited)
-    source.write_bytes(edited)
+    content = bytearray(source.read_bytes().replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
+    # The checksums of the (plain) header and of the start header are made true again.
+    offset, size = (int.from_bytes(content[i : i + 8], "little") for i in (12, 20))
+    content[28:32] = crc32(content[32 + offset : 32 + offset + size]).to_bytes(4, "little")
+    content[8:12] = crc32(content[12:32]).to_bytes(4, "little")
+    source.write_bytes(content)
     refused(source, tmp_path / "inner", "points outside")
     assert not (tmp_path / "escape.png").exists()
 
 
-def rewrite_7z_checksums(content: bytearray) -> None:
-    """Make the checksums of the (plain) header and of the start header true again."""
-    from zlib import crc32  # noqa: PLC0415
-
-    offset, size = (int.from_bytes(content[i : i + 8], "little") for i in (12, 20))
-    content[28:32] = crc32(content[32 + offset : 32 + offset + size]).to_bytes(4, "little")
-    content[8:12] = crc32(content[12:32]).to_bytes(4, "little")
-
-
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:
-    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
-        with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
-            info = tarfile.TarInfo("data_batch_1")
-            info.type, info.linkname = kind, "/etc/passwd"
-            archive.addfile(info)
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
+        info = tarfile.TarInfo("data_batch_1")
+        info.type, info.linkname = kind, "/etc/passwd"
+        (tmp_path / "a.tar.gz").write_bytes(gzip.compress(info.tobuf() + bytes(1024)))
         refused(tmp_path / "a.tar.gz", tmp_path / "out", "neither a file nor a folder")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "1.png").symlink_to("/etc/passwd")
@@ -161,37 +135,28 @@ def test_links_and_devices_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "in").exists()
 
 
-def test_7z_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("MAX_TAR_BYTES", 2**20), ("MAX_TOTAL_BYTES", 2**20), ("MAX_FILES", 2)):
+        monkeypatch.setattr(archives, name, limit)
+    sparse, metadata = (tarfile.TarInfo("data_batch_1") for _ in range(2))
+    sparse.type = (
+        tarfile.GNUTYPE_SPARSE
+    )  # a size that the file does not hold, of which the reader would make up the rest
+    header = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = b"%011o\0" % 2**30
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
+    metadata.type, metadata.size = tarfile.XHDTYPE, 2**30  # which the reader would take into memory whole
+    for content in (bytes(header) + bytes(1024), metadata.tobuf() + bytes(2**22)):
+        (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
+        refused(tmp_path / "a.tar.gz", tmp_path / "out", r"limit of 1\.0 MiB")
+    for name in ("data_batch_1", "readme.html"):
+        refused(make_tar(tmp_path / "a.tar.gz", {name: bytes(2**22)}), tmp_path / "out", r"limit of 1\.0 MiB")
     bomb = make_7z(tmp_path / "bomb.7z", {"1.png": bytes(2**22)})
-    monkeypatch.setattr(archives, "MAX_TOTAL_BYTES", 2**20)
     refused(bomb, tmp_path / "out", r"4\.0 MiB, more than the limit of 1\.0 MiB")
-    monkeypatch.setattr(archives, "MAX_FILES", 2)
-    many = make_7z(tmp_path / "many.7z", {f"{i}.png": b"x" for i in range(3)})
-    refused(many, tmp_path / "out", "3 files, more than the limit of 2")
-    changed_headers(monkeypatch, uncompressed=10)
+    refused(make_7z(tmp_path / "a.7z", {f"{i}.png": b"x" for i in range(3)}), tmp_path / "out", "limit of 2")
+    lies = [SimpleNamespace(filename="1.png", is_file=True, is_directory=False, uncompressed=10)]
+    monkeypatch.setattr(py7zr.SevenZipFile, "list", lambda _: lies)
     refused(bomb, tmp_path / "out", "more than its header says")
-
-
-@pytest.mark.parametrize("where", ["batch", "between", "header", "sparse", "metadata"])
-def test_tar_bombs_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "MAX_TAR_BYTES", 2**20)
-    source = tmp_path / "a.tar.gz"
-    info = tarfile.TarInfo("data_batch_1")
-    if where == "header":  # a size that the file does not hold
-        info.size = 2**40
-        source.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT)))
-    elif where == "sparse":  # the same, and the reader would make up the rest
-        info.type = tarfile.GNUTYPE_SPARSE
-        header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-        header[483:495] = b"%011o\0" % 2**30
-        header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
-        source.write_bytes(gzip.compress(bytes(header) + bytes(1024)))
-    elif where == "metadata":  # which the reader would take into memory whole
-        info.type, info.size = tarfile.XHDTYPE, 2**30
-        source.write_bytes(gzip.compress(info.tobuf() + bytes(2**22)))
-    else:
-        make_tar(source, {"data_batch_1" if where == "batch" else "readme.html": bytes(2**22)})
-    refused(source, tmp_path / "out", r"more than the limit of 1\.0 MiB")
 
 
 class Payload:
@@ -202,48 +167,29 @@ class Payload:
         return self.call
 
 
-def test_a_pickle_with_a_payload_runs_nothing(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    payloads = [
-        Payload(os.system, f"touch {trace}"),
-        Payload(eval, f"open({str(trace)!r}, 'w')"),
-        Payload(getattr, "text", "upper"),
-        Payload(np.save, str(trace), 0),
-    ]
-    source = tmp_path / "a.tar.gz"
-    for payload, protocol in itertools.product(payloads, (0, 2, 4)):
+def test_a_pickle_runs_nothing_and_holds_whole_rows_of_bytes(tmp_path: Path) -> None:
+    trace, source = tmp_path / "trace", tmp_path / "a.tar.gz"
+    payloads = [Payload(os.system, f"touch {trace}"), Payload(eval, f"open({str(trace)!r}, 'w')")]
+    for payload, protocol in itertools.product([*payloads, Payload(getattr, "text", "upper")], (0, 2, 4)):
         content = pickle.dumps({b"data": payload, b"labels": []}, protocol=protocol)
-        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "is refused: its pickle")
+        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "its pickle")
     assert not trace.exists()
-    assert not (tmp_path / "trace.npy").exists()
-
-
-def test_pickles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     memo = b"\x80\x02]r\xff\xff\xff\xff."  # LONG_BINPUT: store an empty list under number 2**32 - 1
-    refused(make_tar(tmp_path / "memo.tar.gz", {"data_batch_1": memo}), tmp_path / "out", "trick to fill the memory")
-    data: list[object] = [
-        np.zeros((2, 3071), np.uint8),
-        np.zeros((2, 3072), np.float32),
-        np.array([{}] * 3072, object).reshape(1, 3072),
-        np.asfortranarray(np.zeros((2, 3072), np.uint8)),
-        None,
-    ]
-    for value in data:
-        content = pickle.dumps({b"data": value}, protocol=2)
-        source = make_tar(tmp_path / "a.tar.gz", {"data_batch_1": content})
+    refused(make_tar(source, {"data_batch_1": memo}), tmp_path / "out", "fill the memory")
+    fortran = np.asfortranarray(np.zeros((2, 3072), np.uint8))
+    for value in (np.zeros((2, 3071), np.uint8), np.zeros((2, 3072), np.float32), fortran, None):
+        make_tar(source, {"data_batch_1": pickle.dumps({b"data": value}, protocol=2)})
         refused(source, tmp_path / "out", "damaged or incomplete")
 
 
-def whole(source: Path) -> Path:
-    if source.suffix == ".7z":
-        return make_7z(source, {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(6))})
-    return make_tar(source, {"data_batch_1": batch(generate(6)), "test_batch": batch(generate(6))})
-
-
 @pytest.mark.parametrize("kind", ["7z", "tar.gz"])
-def test_truncated_and_damaged_archives_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -> None:
-    source = whole(tmp_path / f"a.{kind}")
-    content = source.read_bytes()
+def test_damaged_empty_and_unknown_archives_are_one_sentence(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / f"a.{kind}"
+    refused(source, tmp_path / "out", "no such file")
+    make: Any = make_7z if kind == "7z" else make_tar
+    refused(make(source, {"readme.txt": b"x"}), tmp_path / "out", "holds no")
+    images = {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(6))}
+    content = make(source, images if kind == "7z" else {"data_batch_1": batch(generate(12))}).read_bytes()
     for kept in (0.0, 0.3, 0.7, 0.98):
         source.write_bytes(content[: int(kept * len(content))])
         refused(source, tmp_path / "out", "damaged or incomplete")
@@ -258,36 +204,27 @@ def test_truncated_and_damaged_archives_are_one_sentence_or_harmless(tmp_path: P
             failures += 1
             assert "\n" not in str(error)  # noqa: PT017 - any other exception fails the test
     assert failures > 8
-
-
-def test_unknown_and_empty_archives(tmp_path: Path) -> None:
     (tmp_path / "a.rar").touch()
-    refused(tmp_path / "a.rar", tmp_path / "out", "not an archive of a known kind")
-    refused(tmp_path / "none.7z", tmp_path / "out", "no such file")
-    refused(make_7z(tmp_path / "a.7z", {"readme.txt": b"x"}), tmp_path / "out", "holds no PNG or JPEG")
-    refused(make_tar(tmp_path / "a.tar.gz", {"x.txt": b"x"}), tmp_path / "out", "holds no CIFAR-10 batches")
+    refused(tmp_path / "a.rar", tmp_path / "out", "known kind")
 
 
 def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: Path) -> None:
-    images = generate(40)
+    images, dest = generate(40), tmp_path / "dest"
     source = make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(images), "test_batch": batch(generate(50)[40:])})
-    dest = tmp_path / "dest"
     manifest = prepare(source, dest)
     assert (manifest.kind, manifest.count) == ("archive", 40)
-    packed = open_packed(dest)
+    packed, number = open_packed(dest), (dest / "manifest.json").stat().st_ino
     assert np.array_equal(packed.images, images)
     assert packed.files is not None
     assert packed.files[11] == str(dest / "images" / "train" / "12.png")
-    number = (dest / "manifest.json").stat().st_ino
     assert prepare(source, dest) == manifest
     assert (dest / "manifest.json").stat().st_ino == number
     (dest / "images" / "train" / "7.png").unlink()
-    assert open_packed(dest).files is None
     assert prepare(source, dest) == manifest
     assert open_packed(dest).files is not None
     make_tar(source, {"data_batch_1": batch(images[:30])})
     assert prepare(source, dest).count == 30
-    source = make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(images), "data_batch_2": b"no pickle"})
+    make_tar(source, {"data_batch_1": batch(images), "data_batch_2": b"no pickle"})
     with pytest.raises(DataError, match="damaged"):
         prepare(source, dest)
     assert everything_under(dest) == {".ddpm-lab.lock"}

@@ -55,12 +55,11 @@ def saved(path: Path, content: dict[str, Any]) -> Path:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu").state_dict()
-    before = dataclasses.replace(made(), scaler=scaler)
+    before = dataclasses.replace(made(), scaler=torch.amp.GradScaler("cpu").state_dict())
     write(tmp_path / "a.pt", before)
     after = read(tmp_path / "a.pt")
-    assert (after.step, after.adam_steps, after.scaler) == (30, 29, scaler)
-    assert after.config == before.config
+    for name in ("step", "adam_steps", "scaler", "config"):
+        assert getattr(after, name) == getattr(before, name)
     for section in SECTIONS:
         mine, theirs = getattr(before, section), getattr(after, section)
         assert list(mine) == list(theirs)
@@ -72,11 +71,10 @@ def test_what_cannot_be_written_leaves_the_old_checkpoint(tmp_path: Path, monkey
     path = tmp_path / "a.pt"
     write(path, made())
     before = path.read_bytes()
-    for section in SECTIONS:
-        bad = made()
-        getattr(bad, section)["stem.weight"][0, 0, 0, 0] = float("nan")
-        with pytest.raises(CheckpointError, match=rf"stem.weight \({section}\) is no longer finite at step 30"):
-            write(path, bad)
+    bad = made()
+    bad.second_moments["stem.weight"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"stem.weight \(second_moments\)"):
+        write(path, bad)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -115,34 +113,29 @@ def test_a_payload_is_refused_and_not_run(
     files += [_bytes({**content, "weights": {**weights, payload: torch.zeros(1)}}), pickle.dumps(payload) + files[0]]
     for file in files:
         path.write_bytes(file)
-        with pytest.raises(CheckpointError, match=r"a\.pt is not used: it is damaged, or no checkpoint of ddpm_lab"):
+        with pytest.raises(CheckpointError, match="is not used"):
             read(path)
         assert not target.exists()
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
-    whole = _bytes(content)
+def test_a_file_that_is_cut_off_changed_or_compressed_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    path, whole = tmp_path / "a.pt", _bytes(content)
     for share in (0, 0.001, 0.1, 0.5, 0.9, 0.999):
-        (tmp_path / "a.pt").write_bytes(whole[: int(share * len(whole))])
+        path.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(CheckpointError, match="is not used"):
-            read(tmp_path / "a.pt")
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Torch itself does not look: in a weight it would be another weight."""
-    write(tmp_path / "a.pt", made())
-    whole = bytearray((tmp_path / "a.pt").read_bytes())
-    first = read(tmp_path / "a.pt").weights["stem.weight"].contiguous().numpy().tobytes()
-    at = whole.find(first)
-    assert at > 0
-    whole[at + 1] ^= 1
-    (tmp_path / "a.pt").write_bytes(whole)
-    with pytest.raises(CheckpointError, match="its hash does not fit"):
-        read(tmp_path / "a.pt")
-
-
-class Odd(Tensor):
-    """A subclass of a tensor."""
+            read(path)
+    # Torch itself does not look for a flipped bit: in a weight it would be another weight.
+    flipped = bytearray(whole)
+    flipped[whole.index(content["weights"]["stem.weight"].numpy().tobytes()) + 1] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match="hash"):
+        read(path)
+    # What is compressed could unpack to any size.
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(CheckpointError, match="compressed"):
+        read(path)
 
 
 def _text(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -162,20 +155,19 @@ def _tensor(make: Callable[[Tensor], Any], section: str = "weights") -> Callable
 
 
 BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda c: {**c, "more": 1}, "does not hold what a checkpoint holds"),
-    (lambda c: {k: v for k, v in c.items() if k != "averages"}, "does not hold what a checkpoint holds"),
+    (lambda c: {**c, "more": 1}, "does not hold"),
+    (lambda c: {k: v for k, v in c.items() if k != "averages"}, "does not hold"),
     (lambda c: {**c, "text": "[" * 100_000}, "no checkpoint"),
-    (_text(format=2), "its format is 2"),
-    (_text(step=-1), "its step is -1"),
-    (_text(adam_steps=1e9), "its adam_steps is"),
+    (_text(format=2), "format is 2"),
+    (_text(step=-1), "step is -1"),
+    (_text(adam_steps=1e9), "adam_steps is"),
     (_text(scaler={"scale": 1.0}), "gradient scaling"),
     (_settings(workload="os:system"), "name code or paths"),
-    (_settings(network="huge"), "network is 'huge'"),
-    (_settings(network="ddpm"), "its weights are not those of network 'ddpm'"),
-    (_tensor(lambda t: t[:1]), r"stem.weight \(weights\) has shape \(1, 12, 3, 3\), and network 'tiny' has"),
+    (_settings(network="huge"), "'huge'"),
+    (_settings(network="ddpm"), "'ddpm'"),
     (_tensor(lambda t: t[:1, :1].expand(10**6, 10**6, 3, 3)), "has shape"),
-    (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor of float32"),
-    (_tensor(lambda t: t.requires_grad_()), "no plain tensor of float32"),
+    (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor"),
+    (_tensor(lambda t: t.requires_grad_()), "no plain tensor"),
     (_tensor(lambda t: t.to_sparse()), "no checkpoint"),
     (_tensor(nn.Parameter), "no plain tensor"),
     (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
@@ -197,15 +189,3 @@ def _bytes(content: Any) -> bytes:
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
-
-
-def test_compressed_content_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
-    """A few kilobytes could unpack to any size."""
-    with (
-        zipfile.ZipFile(io.BytesIO(_bytes(content))) as archive,
-        zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
-        for name in archive.namelist():
-            packed.writestr(name, archive.read(name))
-    with pytest.raises(CheckpointError, match="compressed"):
-        read(tmp_path / "a.pt")

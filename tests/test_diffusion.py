@@ -20,39 +20,27 @@ def process(**settings: Any) -> Diffusion:
     return Diffusion(DiffusionConfig(**settings))
 
 
-def batch(count: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def batch() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x0 = torch.rand(count, 3, 4, 4, generator=generator, dtype=dtype) * 2 - 1
-    noise = torch.randn(count, 3, 4, 4, generator=generator, dtype=dtype)
-    return x0, torch.linspace(0, 990, count).long(), noise
+    x0 = torch.rand(6, 3, 4, 4, generator=generator, dtype=torch.float64) * 2 - 1
+    noise = torch.randn(6, 3, 4, 4, generator=generator, dtype=torch.float64)
+    return x0, torch.linspace(0, 990, 6).long(), noise
 
 
-def test_linear_schedule() -> None:
+def test_schedules() -> None:
+    """Against their closed forms, and diffusers where it is installed; every process ends in noise."""
     betas = linear_betas(1000)
-    assert betas[0].item() == pytest.approx(1e-4)
-    assert betas[-1].item() == pytest.approx(0.02)
+    assert (betas[0].item(), betas[-1].item()) == pytest.approx((1e-4, 0.02))
     assert betas.diff().std() < 1e-15
-
-
-def test_cosine_schedule_multiplies_up_to_a_squared_cosine() -> None:
-    def f(t: int) -> float:
-        return math.cos((t / 1000 + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    alpha_bar = process(schedule="cosine").alpha_bar
-    for t in (1, 10, 500, 998):
-        assert alpha_bar[t - 1].item() == pytest.approx(f(t) / f(0), rel=1e-9)
     assert cosine_betas(1000)[-1] == 0.999
-
-
-def test_every_process_ends_in_noise() -> None:
+    f = [math.cos((t / 1000 + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(1001)]
+    alpha_bar = process(schedule="cosine").alpha_bar
+    assert [alpha_bar[t - 1].item() * f[0] for t in (1, 10, 500, 998)] == pytest.approx([f[1], f[10], f[500], f[998]])
     for schedule, timesteps in itertools.product(("linear", "cosine"), (10, 50, 1000, 4000)):
         diffusion = process(schedule=schedule, timesteps=timesteps)
         assert ((diffusion.betas > 0) & (diffusion.betas <= 0.999)).all()
         assert diffusion.alpha_bar[-1] < 1e-4
         assert (diffusion.alpha_bar.diff() < 0).all()
-
-
-def test_schedules_against_diffusers() -> None:
     diffusers = pytest.importorskip("diffusers")
     for schedule, theirs in (("linear", "linear"), ("cosine", "squaredcos_cap_v2")):
         scheduler = diffusers.DDPMScheduler(beta_schedule=theirs)
@@ -101,13 +89,8 @@ def test_objectives_round_trip_and_a_known_error_has_a_known_loss(objective: str
         torch.testing.assert_close(noise_again, noise)
         losses = diffusion.prediction_loss(target + 0.5, x0, t, noise)
         torch.testing.assert_close(losses, torch.full((len(x0),), expected, dtype=torch.float64))
-
-
-def test_loss_of_a_half_precision_prediction_is_in_single() -> None:
-    x0, t, noise = batch(dtype=torch.float32)
-    loss = process(loss="l2").prediction_loss(noise.bfloat16(), x0, t, noise)
-    assert loss.dtype == torch.float32
-    assert loss.max() < 1e-4
+        half = diffusion.prediction_loss(target.bfloat16(), x0.float(), t, noise.float())
+        assert half.dtype == torch.float32, "of a prediction in half precision too"
 
 
 def test_min_snr_makes_the_objectives_one() -> None:
@@ -121,10 +104,3 @@ def test_min_snr_makes_the_objectives_one() -> None:
         x_t = diffusion.q_sample(x0, t, noise)
         prediction = diffusion.target(guess, t, diffusion.noise_from_x0(guess, x_t, t))
         torch.testing.assert_close(diffusion.prediction_loss(prediction, x0, t, noise), expected)
-
-
-def test_min_snr_weights_at_known_ratios() -> None:
-    for objective, expected in (("noise", (0.5, 1.0)), ("x0", (5.0, 0.1)), ("v", (5 / 11, 1 / 11))):
-        diffusion = process(objective=objective, loss="l2", min_snr_gamma=5.0)
-        diffusion.alpha_bar = torch.tensor([10 / 11, 1 / 11], dtype=torch.float64)  # signal-to-noise ratios 10 and 1/10
-        assert diffusion._loss_weight().tolist() == pytest.approx(expected)

@@ -96,34 +96,23 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
 
 @pytest.mark.slow
 def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, inception: str, tmp_path: Path) -> None:
-    sha256 = hashlib.sha256(Path(inception).read_bytes()).hexdigest()
-    config = replace(data, options=(("inception", inception), ("sha256", sha256)))
+    options = {"inception": inception, "sha256": hashlib.sha256(Path(inception).read_bytes()).hexdigest()}
+    config = replace(data, options=tuple(options.items()))
     np.save(tmp_path / "generated.npy", np.zeros((2, 32, 32, 3), dtype=np.uint8))
-    asked = {"generated": str(tmp_path / "generated.npy"), "cache": str(tmp_path / "cache")}
-    seen: list[str] = []
-    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=seen.append)
-    first, second, other = (Fid(config, context) for _ in range(3))
-    for each in (first, second, other):
-        each.metric.compute = lambda: torch.tensor(0.0)  # takes longest, and is tested above
-    first.distance(count=2, **asked)
-    assert "training images" in seen
-    seen.clear()
-    second.distance(count=2, **asked)
-    assert "training images" not in seen
-    for name in ("real_features_sum", "real_features_cov_sum", "real_features_num_samples"):
-        assert torch.equal(getattr(first.metric, name), getattr(second.metric, name))
-    (kept,) = (tmp_path / "cache").iterdir()
-    kept.write_bytes(b"torn")
-    seen.clear()
-    other.distance(count=2, **asked)
-    assert "training images" in seen
-    assert torch.equal(first.metric.real_features_sum, other.metric.real_features_sum)
+    sums = []
+    for kept in (False, True, False):
+        seen: list[str] = []
+        fid = Fid(config, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=seen.append))
+        fid.metric.compute = lambda: torch.tensor(0.0)  # takes longest, and is tested above
+        fid.distance(generated=str(tmp_path / "generated.npy"), count=2, cache=str(tmp_path / "cache"))
+        assert ("training images" not in seen) == kept
+        if kept:
+            next((tmp_path / "cache").iterdir()).write_bytes(b"torn")
+        sums.append([getattr(fid.metric, name) for name in module._SUMS])
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*sums, strict=True))
 
 
 # What it needs
-
-
-RAN = "ran"
 
 
 class Malicious:
@@ -133,44 +122,40 @@ class Malicious:
         self.path = path
 
     def __reduce__(self) -> Any:
-        return (Path.write_text, (self.path, RAN))
+        return (Path.write_text, (self.path, "ran"))
 
 
-def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
+    if all(map(find_spec, module.PACKAGES)):
+        for arguments in (
+            "run quality --preset smoke --data {}/none --inception {}/weights.pth --output-dir {}/out",
+            "sample {}/none.pt --count 9 --data synthetic --inception {}/weights.pth",
+        ):
+            code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
+            assert (code, out, len(err.splitlines())) == (2, "", 1)
+            assert f"inception is '{tmp_path}/weights.pth'" in err
+        assert not (tmp_path / "data").exists()
     monkeypatch.setattr(module, "PACKAGES", ("no_such_package_anywhere",))
-    with pytest.raises(ConfigError, match=r"needs no_such_package_anywhere, which is not installed: make fid"):
+    with pytest.raises(ConfigError, match=r"no_such_package_anywhere.*make fid"):
         plan_fid(str(tmp_path), 2, None)
-
-
-@pytest.mark.skipif(
-    not all(map(find_spec, module.PACKAGES)), reason="torchmetrics or torch-fidelity is not installed: make fid"
-)
-def test_a_missing_file_is_refused_before_anything_else(call: Call, tmp_path: Path) -> None:
-    for arguments in (
-        "run quality --preset smoke --data {}/none --inception {}/weights.pth --output-dir {}/out",
-        "sample {}/none.pt --count 9 --data synthetic --inception {}/weights.pth",
-    ):
-        code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
-        assert (code, out) == (2, "")
-        assert f"inception is '{tmp_path}/weights.pth': there is no such file; give" in err
-        assert len(err.splitlines()) == 1
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.slow
 def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path) -> None:
-    good = Path(inception)
-    assert plan_fid(inception, 2, None).sha256 == hashlib.sha256(good.read_bytes()).hexdigest()
-    files = {name: tmp_path / f"{name}.pth" for name in ("text", "cut", "other", "tensor", "missing", "malicious")}
-    files["text"].write_text("no tensors")
-    files["cut"].write_bytes(good.read_bytes()[:1_000_000])
-    torch.save({"fc.weight": torch.zeros(3)}, files["other"])
-    torch.save(torch.zeros(3), files["tensor"])
-    state = torch.load(good, weights_only=True)
+    content = Path(inception).read_bytes()
+    assert plan_fid(inception, 2, None).sha256 == hashlib.sha256(content).hexdigest()
+    state = torch.load(inception, weights_only=True)
     state.pop("Mixed_7c.branch1x1.conv.weight")
-    torch.save(state, files["missing"])
-    torch.save({**state, "harm": Malicious(tmp_path / "harm")}, files["malicious"])
-    for file in files.values():
-        with pytest.raises(ConfigError, match="does not hold the weights of torch-fidelity's Inception: give its file"):
+    for name, bad in {
+        "cut": content[:1_000_000],
+        "tensor": torch.zeros(3),
+        "missing": state,
+        "malicious": {**state, "harm": Malicious(tmp_path / "harm")},
+    }.items():
+        file = tmp_path / name
+        torch.save(bad, file)
+        if isinstance(bad, bytes):
+            file.write_bytes(bad)
+        with pytest.raises(ConfigError, match="does not hold the weights"):
             plan_fid(str(file), 2, None)
     assert not (tmp_path / "harm").exists()

@@ -6,28 +6,24 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from fresh_processes import context
 from torch import Tensor, nn
 
-from ddpm_lab.config import CHECK, PRECISIONS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.gradient_bounds import BOUNDS, FLIPS, HOOKS, fault
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.alone import WARM_STEPS, compare_gradients
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan
 from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext
 
-CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+CONTEXT = context()
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +46,17 @@ def answer_of(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> d
     return answer
 
 
-def judged(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> str:
-    return fault(answer_of(config, kind))
-
-
 def test_checking_changes_nothing_of_what_is_learned(config: RunConfig) -> None:
     """Also with a clipping that bites: it is done elsewhere."""
-    config = dataclasses.replace(
-        config, accumulation=2, precision="bf16", optimizer=OptimizerConfig(clip_norm=0.05, ema_every=2)
-    )
+    optimizer = OptimizerConfig(clip_norm=0.05, ema_every=2)
+    config = dataclasses.replace(config, accumulation=2, precision="bf16", optimizer=optimizer)
     trainer, checker = Trainer(config, CONTEXT), gradient_check(config, CONTEXT)
     warm(checker)
     answer = checker.compare(steps=2)
     assert answer is not None
     losses = [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), WARM_STEPS + 2)]
-    assert [step["loss"] for step in answer["steps"]] == losses[WARM_STEPS:]
-    assert [step["step"] for step in answer["steps"]] == [WARM_STEPS, WARM_STEPS + 1]
-    for mine, other in ((checker.weights, trainer.weights), (checker.averages, trainer.averages)):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert [(step["step"], step["loss"]) for step in answer["steps"]] == list(enumerate(losses))[WARM_STEPS:]
+    assert checker.weights_sha256() == trainer.weights_sha256()
     assert checker.witness() == {**trainer.witness(), "images": 8 * WARM_STEPS}, "compared steps are not the rank's"
 
 
@@ -98,7 +87,14 @@ def planted(
     return Planted
 
 
+def underflowing(checker: GradientCheck) -> None:
+    """What passes through fp16 and is below 6e-8 is zero."""
+    for parameter in checker.parameters:
+        parameter.register_hook(lambda g: (g * 1e-6).half().float() * 1e6)  # type: ignore[no-untyped-call]
+
+
 DEFECTS = {
+    "underflow": planted(before=underflowing),
     "the last micro-batch alone": planted(before=lambda checker: checker.optimizer.zero_grad()),
     "not divided": planted(after=lambda loss, parts: loss * parts - (loss * (parts - 1)).detach()),
     "a tenth too much": planted(after=lambda loss, _: loss * 1.1),
@@ -110,62 +106,20 @@ DEFECTS = {
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_planted_defects_are_found(config: RunConfig, precision: str) -> None:
     config = dataclasses.replace(config, accumulation=2, precision=precision)
-    assert [name for name, kind in DEFECTS.items() if not judged(config, kind)] == []
-
-
-class HalfPrecision:
-    """A gradient scaler over gradients that pass through fp16, where what is below 6e-8 is zero."""
-
-    def __init__(self, scale: float) -> None:
-        self.factor = scale
-
-    def get_scale(self) -> float:
-        return self.factor
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.factor
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        for p in optimizer.param_groups[0]["params"]:
-            p.grad = p.grad.half().float() / self.factor
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
-    def update(self) -> None:
-        """The scale stays."""
-
-
-def scaled(scaler: Any) -> type[GradientCheck]:
-    class Scaled(GradientCheck):
-        def __init__(self, config: RunConfig, context: RankContext) -> None:
-            super().__init__(config, context)
-            self.scaler = scaler
-
-    return Scaled
-
-
-@pytest.mark.parametrize(("scale", "sound"), [(1024.0, True), (1e-3, False), (1e-12, False)])
-def test_a_scale_so_small_that_gradients_underflow_is_found(config: RunConfig, scale: float, sound: bool) -> None:
-    answer = {**answer_of(config, scaled(HalfPrecision(scale))), "precision": "fp16"}
-    assert (fault(answer) == "") == sound
-    if scale == 1e-12:
-        assert (answer["worst"]["gradient_error"], answer["worst"]["cosine"]) == (1, 0)
+    assert [name for name, kind in DEFECTS.items() if not fault(answer_of(config, kind))] == []
 
 
 def test_steps_that_the_scaler_skips_are_counted_and_not_judged(config: RunConfig) -> None:
     """Torch's own scaler begins so high that the first gradients overflow, and finds its scale."""
-    checker = scaled(torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-30))(config, CONTEXT)
+    checker = GradientCheck(config, CONTEXT)
+    checker.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-30)
     for parameter in checker.parameters:
         nn.init.normal_(parameter, std=1.0)
     answer = checker.compare(steps=6)
     assert answer is not None
     skipped = [step["skipped"] for step in answer["steps"]]
-    assert 0 < sum(skipped) < 6
-    assert answer["worst"]["skipped"] == sum(skipped)
-    assert answer["worst"]["nonfinite"] == 0
-    for step in answer["steps"]:
-        assert (step["gradient_error"] is None) == step["skipped"]
+    assert 0 < sum(skipped) == answer["worst"]["skipped"] < 6
+    assert [step["gradient_error"] is None for step in answer["steps"]] == skipped
     assert fault({**answer, "precision": "fp16"}) == ""
 
 
@@ -181,50 +135,32 @@ def test_gradients_against_known_ones() -> None:
     assert wrong["gradient_error"] == pytest.approx(1 / 25.25**0.5)
 
 
-@pytest.fixture
-def instrument(tmp_path: Path) -> Instrument:
-    return Instrument(
-        code=code_version(), cache=tmp_path / "cache", usable_cores=hardware.usable_cores(), data_name="synthetic"
-    )
-
-
-def checked(config: RunConfig, instrument: Instrument) -> dict[str, Any]:
-    """The answer in the record of a real check."""
-    member = Member("check", "check", dataclasses.replace(config, purpose="check", workload=CHECK))
-    record = measure_alone(
-        instrument, experiment="quality", family="checks", plan=Plan(), member=member, work=compare_gradients
-    )
-    assert record.quality is not None, record.reason
-    answer: dict[str, Any] = record.quality["gradients"]
-    return answer
-
-
 @pytest.mark.slow
-def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(config: RunConfig, instrument: Instrument) -> None:
-    """Each rank computes its half, and rank 0 the whole."""
-    config = dataclasses.replace(config, world_size=2, accumulation=2, oversubscribe=True)
-    together = checked(config, instrument)
-    assert together["worst"]["ranks_error"] == 0
-    assert fault(together) == ""
-    alone = checked(dataclasses.replace(config, exchange=ExchangeConfig(enabled=False)), instrument)
-    assert alone["worst"]["gradient_error"] > 0.1
-    assert "the gradients of two ranks differ" in fault(alone)
-
-
-@pytest.mark.slow
-def test_gradients_exchanged_in_two_bytes_are_rounded_as_their_format_explains(
+def test_two_ranks_are_as_expected_and_what_they_exchange_is_what_is_compared(
     config: RunConfig, instrument: Instrument
 ) -> None:
-    config = dataclasses.replace(config, world_size=2, oversubscribe=True)
-    bf16, fp16 = (
-        checked(dataclasses.replace(config, exchange=ExchangeConfig(hook=hook)), instrument)
-        for hook in ("bf16", "fp16")
-    )
-    assert fault(bf16) == ""
+    """Each rank computes its half, and rank 0 the whole; in two bytes a value they are rounded as these explain."""
+    instrument = dataclasses.replace(instrument, code=code_version())
+    config = dataclasses.replace(config, world_size=2, accumulation=2, oversubscribe=True)
+    config = dataclasses.replace(config, purpose="check", workload=CHECK)
+
+    def checked(exchange: ExchangeConfig) -> dict[str, Any]:
+        member = Member("check", "check", dataclasses.replace(config, exchange=exchange))
+        how: dict[str, Any] = {"experiment": "quality", "family": "checks", "plan": Plan(), "work": compare_gradients}
+        record = measure_alone(instrument, member=member, **how)
+        assert record.quality is not None, record.reason
+        answer: dict[str, Any] = record.quality["gradients"]
+        return answer
+
+    together, bf16, fp16 = (checked(ExchangeConfig(hook=hook)) for hook in ("none", "bf16", "fp16"))
+    assert together["worst"]["ranks_error"] == bf16["worst"]["ranks_error"] == fp16["worst"]["ranks_error"] == 0
+    assert fault(together) == fault(bf16) == ""
     assert fault({**bf16, "hook": "none"}), "nothing was rounded"
     assert fp16["worst"]["gradient_error"] < bf16["worst"]["gradient_error"] / 3
-    assert bf16["worst"]["ranks_error"] == fp16["worst"]["ranks_error"] == 0
     assert bf16["worst"]["loss_error"] < 1e-6
+    alone = checked(ExchangeConfig(enabled=False))
+    assert alone["worst"]["gradient_error"] > 0.1
+    assert "the gradients of two ranks differ" in fault(alone)
 
 
 # What the numbers are called: bounds by precision, flipped signs, and what cannot be judged
@@ -234,49 +170,33 @@ def told(
     gradient: float | None = 0.0, *, loss: float | None = 0.0, layer: float = 0.0, skipped: bool = False, **values: Any
 ) -> dict[str, Any]:
     """One step of an answer, off by so much."""
-    judged = not skipped and gradient is not None
-    return {
-        "step": 10,
-        "loss": 0.8,
-        "loss_error": loss,
-        "ranks_error": 0.0 if judged else None,
-        "skipped": skipped,
-        "gradient_error": gradient if judged else None,
-        "cosine": 1.0 if judged else None,
-        "norm_ratio": 1.0 if judged else None,
-        "layers": 70 if judged else 0,
-        "worst_layer": {"name": "stem.bias", "error": layer, "cosine": 1.0} if judged else None,
-        "nonfinite": 0,
-        **values,
-    }
+    known: dict[str, Any] = {"gradient_error": gradient, "ranks_error": 0.0, "cosine": 1.0, "norm_ratio": 1.0}
+    known["worst_layer"] = {"name": "stem.bias", "error": layer, "cosine": 1.0}
+    if skipped or gradient is None:
+        known = dict.fromkeys(known)
+    return {"step": 10, "loss": 0.8, "loss_error": loss, "skipped": skipped, "nonfinite": 0, **known, **values}
 
 
 def made(*steps: dict[str, Any], precision: str = "fp32", loss: str = "l2", nonfinite: int = 0) -> dict[str, Any]:
-    """An answer as it comes from the ledger."""
+    """An answer."""
     worst = {"nonfinite": nonfinite, "skipped": sum(s["skipped"] for s in steps)}
-    values = {"precision": precision, "loss": loss, "steps": list(steps), "worst": worst}
-    found: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
-    return found
+    return {"precision": precision, "loss": loss, "steps": list(steps), "worst": worst}
 
 
 LOSS, GRADIENT, LAYER = range(3)
 
 
-def test_a_step_beyond_a_bound_is_named() -> None:
+def test_a_step_beyond_a_bound_is_named_and_a_hook_may_add_its_own_rounding() -> None:
     names = {"loss": "the loss", "gradient": "the gradient", "layer": "the gradient of stem.bias"}
     for precision, bounds in BOUNDS.items():
         for (kind, name), bound in zip(names.items(), bounds, strict=True):
             assert fault(made(told(), told(**dict[str, Any]({kind: 0.9 * bound})), precision=precision)) == ""
             beyond = fault(made(told(), told(**dict[str, Any]({kind: 1.1 * bound})), precision=precision))
             assert beyond.startswith(f"{name} is off by ")
-            assert f"and {precision} explains " in beyond
-
-
-def test_a_hook_may_add_its_own_rounding_and_no_more() -> None:
     for hook in ("bf16", "fp16"):
         bound = HOOKS[hook][GRADIENT]
         assert not fault({**made(told(0.9 * bound)), "hook": hook})
-        assert f"fp32 with gradients exchanged in {hook}" in fault({**made(told(1.1 * bound)), "hook": hook})
+        assert fault({**made(told(1.1 * bound)), "hook": hook})
         assert fault({**made(told(loss=1e-4)), "hook": hook}), "no hook has a part in the loss"
 
 
@@ -290,29 +210,11 @@ def test_a_flipped_sign_is_excused_in_one_step_of_an_l1_loss_alone() -> None:
 
 
 def test_a_layer_alone_keeps_nobody_from_training_and_what_cannot_be_judged_does() -> None:
-    assert "(norm 2 times the reference's, cosine 1)" in fault(made(told(1.0, norm_ratio=2.0, layer=1.0)))
     one_layer = made(told(3e-5, layer=0.58))
     assert fault(one_layer)
     assert fault(one_layer, layers=False) == "", "trials say what one layer costs"
-    assert "two ranks differ by 0.1 %" in fault(made(told(), told(ranks_error=1e-3), precision="bf16"))
-    assert "skipped every step of 2" in fault(made(told(skipped=True), told(skipped=True)))
-    assert fault(made(told(None, nonfinite=1234), nonfinite=1234)).startswith("1,234 values")
-    for found in (made(told(None)), made(told(loss=None)), made(told(ranks_error=None))):
+    assert fault(made(told(), told(ranks_error=1e-3), precision="bf16"))
+    assert fault(made(told(skipped=True), told(skipped=True)))
+    for found in (made(told(None, nonfinite=9), nonfinite=9), made(told(loss=None)), made(told(ranks_error=None))):
         assert fault(found, layers=False)
     assert not fault(made(told(skipped=True), told(1e-3), precision="fp16")), "skipped steps are not judged"
-
-
-@given(
-    st.sampled_from(PRECISIONS),
-    st.sampled_from(["l1", "l2"]),
-    st.lists(st.tuples(*[st.floats(0, 2)] * 3), min_size=1, max_size=5),
-    st.floats(1, 10),
-)
-def test_what_is_off_by_more_is_never_judged_better(
-    precision: str, loss: str, errors: list[tuple[float, float, float]], factor: float
-) -> None:
-    found, worse = (
-        fault(made(*(told(g * f, loss=e * f, layer=x * f) for g, e, x in errors), precision=precision, loss=loss))
-        for f in (1.0, factor)
-    )
-    assert worse or not found

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +25,13 @@ import ddpm_lab
 from ddpm_lab.data import loaders
 from ddpm_lab.data.draws import EpochStream, Plan, rank_share
 from ddpm_lab.data.folder import DataError, ImageError
-from ddpm_lab.data.loaders import Batch, ModelRange, PixelRows, dataset_loader, open_loader
+from ddpm_lab.data.loaders import Batch, ModelRange, dataset_loader, open_loader
 from ddpm_lab.data.packed import PackedImages, open_packed, prepare
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.workload import Unsupported
 
 SIDE, ROW = 8, 3 * 8 * 8
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+KINDS = ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"]
 
 
 def prepared(folder: Path, count: int) -> PackedImages:
@@ -88,18 +88,23 @@ def test_all_values_have_the_bits_of_the_plain_definition() -> None:
     for channels_last in (False, True):
         found = ModelRange(SIDE, channels_last)(torch.from_numpy(images.reshape(2, ROW)))
         assert torch.equal(found, scaled(images, channels_last))
-    assert set(np.unique(images).tolist()) == set(range(256))
-    assert (float(found.min()), float(found.max())) == (-1, 1)
+        assert (float(found.min()), float(found.max())) == (-1, 1)
 
 
-@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"])
-def test_batches_are_those_of_the_plain_definition(
-    packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def without_copies(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of a loader, which keeps no mirrored images where that is said."""
     kind, _, without = kind.partition(", ")
     if without:
         monkeypatch.setattr(loaders, "MIRRORED_BYTES", 0)
         monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
+    return kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_the_plain_definition(
+    packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = without_copies(kind, monkeypatch)
     settings: list[dict[str, int]] = [{}, {"start_step": 11}, {"world_size": 3, "rank": 1}]
     for (place, how), channels_last in itertools.product(enumerate(settings), (True, False)):
         plan = plan_for(packed, **how)
@@ -123,36 +128,18 @@ def test_a_still_loader_repeats_its_first_batch(packed: PackedImages) -> None:
         assert len({batch.images.data_ptr() for batch in taken}) == 1
 
 
-def test_a_plan_of_another_set_is_refused(packed: PackedImages) -> None:
+def test_a_plan_of_another_set_and_a_set_that_does_not_fit_are_refused(
+    packed: PackedImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = Plan(stream=EpochStream(np.array([0, packed.manifest.count]), 0), global_batch_size=2)
     for kind in ("packed", "resident"):
         with pytest.raises(IndexError, match="60"):
             next(open_loader(kind, packed, plan))
-
-
-def test_a_large_set_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map may be larger than the memory."""
-    images = np.zeros((1_000, 32, 32, 3), dtype=np.uint8)
-    peaks = []
-    for copy_bytes in (2 * images.nbytes - 1, 2 * images.nbytes):
-        monkeypatch.setattr(loaders, "MIRRORED_BYTES", copy_bytes)
-        tracemalloc.start()
-        rows = PixelRows(images)
-        rows.gather(rows.numbers(np.arange(10), np.arange(10) % 2 == 0))
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[0] < images.nbytes / 10
-    assert 2 * images.nbytes < peaks[1] < 2.5 * images.nbytes
-
-
-def test_a_set_that_does_not_fit_is_refused_in_one_sentence(
-    packed: PackedImages, monkeypatch: pytest.MonkeyPatch
-) -> None:
     size = len(packed.train_indices) * ROW
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size))
     next(open_loader("resident", packed, plan_for(packed)))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size - 1))
-    with pytest.raises(Unsupported, match=r"^the 57 training images take .* MiB and cpu has .* MiB free; use loader"):
+    with pytest.raises(Unsupported, match="57 training images"):
         open_loader("resident", packed, plan_for(packed))
 
 
@@ -197,82 +184,61 @@ def test_files_that_are_gone_damaged_or_asked_of_too_few_workers_are_named(tmp_p
         open_loader("files", packed, plan_for(packed), workers=2)
 
 
+ORPHANS = """
+import psutil, sys
+from pathlib import Path
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import open_loader
+from ddpm_lab.data.packed import open_packed
+packed = open_packed(Path(sys.argv[1]))
+plan = Plan(stream=EpochStream(packed.train_indices, 0), global_batch_size=8)
+loader = open_loader("files", packed, plan, workers=2)
+next(loader)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+input()
+"""
+
+
 @pytest.mark.slow
-def test_workers_do_not_outlive_a_killed_process(packed: PackedImages, tmp_path: Path) -> None:
-    code = (
-        "import psutil\n"
-        "from pathlib import Path\n"
-        "from ddpm_lab.data.loaders import open_loader\n"
-        "from ddpm_lab.data.draws import EpochStream, Plan\n"
-        "from ddpm_lab.data.packed import open_packed\n"
-        f"packed = open_packed(Path({str(packed.dest)!r}))\n"
-        "plan = Plan(stream=EpochStream(packed.train_indices, 0), global_batch_size=8)\n"
-        "loader = open_loader('files', packed, plan, workers=2)\n"
-        "next(loader)\n"
-        "print(*[child.pid for child in psutil.Process().children()], loader.live_workers(), flush=True)\n"
-        "input()\n"
-    )
+def test_workers_do_not_outlive_a_killed_process(packed: PackedImages) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(ddpm_lab.__file__).parents[1])}
-    with (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-        )
-        assert process.stdout is not None
-        *pids, live = (int(word) for word in process.stdout.readline().split())
-        assert (len(pids), live) == (2, 2)
+    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ORPHANS, str(packed.dest)], **how) as process:
+        assert process.stdout
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
         process.kill()
         start = time.monotonic()
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() - start < 10:
             time.sleep(0.05)
         assert time.monotonic() - start < 4
-        process.communicate()
 
 
 @pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"])
-def test_on_a_gpu_batches_have_the_same_bits(packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, _, without = kind.partition(", ")
-    if without:
-        monkeypatch.setattr(loaders, "MIRRORED_BYTES", 0)
-        monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
-    plan, workers = plan_for(packed), 2 if kind == "files" else 0
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_a_busy_device_spoils_no_batch_and_resident_never_waits(
+    packed: PackedImages,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    never_waiting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """The host runs far ahead of the device, and the memory of batches that are done with is used again."""
+    kind = without_copies(kind, monkeypatch)
+    how: dict[str, Any] = {"workers": 2 if kind == "files" else 0, "device": "cuda:0"}
     for channels_last in (True, False):
-        loader = open_loader(kind, packed, plan, workers=workers, device="cuda:0", channels_last=channels_last)
-        with closing(loader) as batches:
+        plan = plan_for(packed)
+        with closing(open_loader(kind, packed, plan, channels_last=channels_last, **how)) as batches:
             for found, expected in zip(islice(batches, 30), plain(packed, plan, channels_last), strict=False):
                 assert found.images.is_pinned() if kind == "files" else found.images.is_cuda
                 assert same(found, expected)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("kind", ["packed", "resident"])
-def test_on_a_gpu_a_busy_device_spoils_no_batch_and_resident_never_waits(
-    packed: PackedImages, kind: str, never_waiting: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """The host runs far ahead of the device, and the memory of batches that are done with is used again."""
-    sums = []
-    for batch in islice(open_loader(kind, packed, plan_for(packed), device="cuda:0"), 200):
-        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
-        sums.append(batch.images.double().sum())
-    expected = [batch.images.double().sum() for batch in islice(plain(packed, plan_for(packed)), 200)]
-    torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(expected))
-    batches = open_loader("resident", packed, plan_for(packed), device="cuda:0")
-    next(batches)
-    with never_waiting():
-        for _ in range(50):
-            next(batches)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_a_set_that_does_not_fit_is_refused(packed: PackedImages, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1_000, 2_000))
-    with pytest.raises(Unsupported, match="cuda:0 has 0 MiB free"):
-        open_loader("resident", packed, plan_for(packed), device="cuda:0")
+            sums = []
+            for batch in islice(batches, 200):
+                torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                sums.append(batch.images.cuda().double().sum())
+            expected_sums = [batch.images.double().sum() for batch in islice(plain(packed, plan), 30, 230)]
+            torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(expected_sums))
+            if kind == "resident":
+                with never_waiting():
+                    for _ in range(50):
+                        next(batches)

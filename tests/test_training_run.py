@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -22,8 +21,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.settings_file import configuration, read_settings, settings_text
-from ddpm_lab.training import stopping, training_run
+from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
@@ -32,19 +30,19 @@ from ddpm_lab.training.training_run import Outcome, Schedule, plan_training, tra
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
 
 
+Hook = Callable[[str, int], Any]
+
+
 class Ranks:
     """What a group of ranks answers, without ranks; ``hook`` is asked before each of its calls."""
 
-    def __init__(self, hook: Callable[[str, int], Any] = lambda *_: None) -> None:
-        self.hook = hook
-        self.calls: list[tuple[str, int]] = []
-        self.step = 0
+    def __init__(self, hook: Hook) -> None:
+        self.hook, self.calls = hook, list[tuple[str, int]]()
 
     def __call__(self, config: RunConfig, **_: Any) -> Ranks:
         self.config = dataclasses.replace(config, options=())
         path = config.option("checkpoint", "")
         self.step = read(Path(path)).step if path else 0
-        self.hook("start", self.step)
         return self
 
     def __enter__(self) -> Ranks:
@@ -58,24 +56,16 @@ class Ranks:
 
     def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
         assert limit >= 60
-        losses = [self._loss(self.step + i) for i in range(1, steps + 1)]
+        losses = [self.hook("loss", i) or 1 / i for i in range(self.step + 1, self.step + steps + 1)]
         self.step += steps
         self.calls.append(("advance", steps))
         return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
 
-    def _loss(self, step: int) -> float:
-        planted = self.hook("loss", step)
-        return 1 / step if planted is None else float(planted)
-
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60
-        self.calls.append((method, self.step))
-        if (planted := self.hook(method, self.step)) is not None:
-            return [planted, None]
+        self.calls.append((method, arguments.get("count", 0) if method == "set_threads" else self.step))
         if method == "save":
             write(Path(arguments["path"]), made(self.config, self.step))
-        if method == "samples":
-            Path(arguments["path"]).touch()
         return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
 
 
@@ -83,7 +73,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     """Put a stand-in in the place of the group."""
 
-    def use(hook: Callable[[str, int], Any] = lambda *_: None) -> Ranks:
+    def use(hook: Hook = lambda *_: None) -> Ranks:
         group = Ranks(hook)
         monkeypatch.setattr(training_run, "Group", group)
         return group
@@ -91,15 +81,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     return use
 
 
-def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, stop: Stop | None = None, **times: int) -> Outcome:
-    return train(
-        config,
-        Schedule(steps=steps, **times),
-        folder,
-        threads=1,
-        stop=stop or Stop(),
-        progress=Progress("train", quiet=True),
-    )
+NEVER: dict[str, Any] = {"sample_every": 0, "evaluate_every": 0}
+
+
+def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, **times: int) -> Outcome:
+    how: dict[str, Any] = {"threads": 1, "stop": Stop(), "progress": Progress("train", quiet=True)}
+    return train(config, Schedule(steps=steps, **times), folder, **how)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -110,6 +97,11 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def trained(group: Ranks) -> int:
+    """Steps that the ranks were asked for."""
+    return sum(steps for name, steps in group.calls if name == "advance")
+
+
 # --- what is done when -----------------------------------------------------------------------------------------------
 
 
@@ -117,24 +109,12 @@ def test_threads_follow_the_free_cores(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
-    group, free = ranks(), iter([None, 2, 8, None, 9, 1])
-    counts: list[int] = []
-    call = group.call
-
-    def heard(method: str, limit: float, **arguments: Any) -> list[Any]:
-        counts.extend([arguments["count"]] if method == "set_threads" else [])
-        return call(method, limit, **arguments)
-
-    monkeypatch.setattr(group, "call", heard)
+    free = iter([None, 2, 8, None, 9, 1, 8])
     monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
-    lines: list[str] = []
-    monkeypatch.setattr(Progress, "done", lambda _, line: lines.append(line))
-    run(tmp_path, 60)
-    assert counts == [4, 1]
-    assert "8 cores are free now: 4 threads a rank" in lines[0]
-    free = iter([8, 8])
-    run(tmp_path / "fixed", 60, config=dataclasses.replace(CONFIG, threads=1))
-    assert counts == [4, 1]
+    for threads, counts in ((0, [4, 1, 4]), (1, [])):
+        group = ranks()
+        run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)
+        assert [count for method, count in group.calls if method == "set_threads"] == counts
 
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -149,8 +129,7 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 30))
     assert steps_in(tmp_path) == [20, 29]
     assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [12, 24, 29]
-    assert (outcome.held_out_loss, outcome.checkpoint.parent) == (0.5, tmp_path / "checkpoints")
-    assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000029.pt"
+    assert (outcome.held_out_loss, outcome.checkpoint) == (0.5, tmp_path / "checkpoints" / "step-00000029.pt")
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -160,59 +139,50 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
 
     ranks(end)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
+        run(tmp_path, 30, save_every=7, **NEVER)
     assert steps_in(tmp_path) == [7, 14]
     group = ranks()
-    run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
-    assert sum(steps for name, steps in group.calls if name == "advance") == 16
+    run(tmp_path, 30, save_every=7, **NEVER)
+    assert (trained(group), steps_in(tmp_path)) == (16, [21, 28, 30])
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 31))
-    assert steps_in(tmp_path) == [21, 28, 30]
     group = ranks()
     assert run(tmp_path, 30).step == 30
     assert group.calls == [], "there is nothing left to do"
-    run(tmp_path, 31, sample_every=0, evaluate_every=0)
-    assert len(logged(tmp_path)) == 31
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks(lambda what, step: math.nan if what == "loss" and step >= 13 else None)
-    words = r"the loss is no longer finite at step 13: .*the last good checkpoint is .*step-00000010\.pt"
-    with pytest.raises(RunFailed, match=words):
-        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
-    assert steps_in(tmp_path) == [5, 10]
-    assert [r["step"] for r in logged(tmp_path)] == list(range(1, 13))
-
-
-def test_a_rank_that_fails_is_named(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+def test_what_ends_a_run_leaves_the_last_good_checkpoint(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     def fail(what: str, step: int) -> None:
         if (what, step) == ("loss", 7):
             raise GroupFailed("oom", "rank 1: OutOfMemoryError", "  the traceback\n")
 
+    ranks(lambda what, step: math.nan if what == "loss" and step >= 13 else None)
+    with pytest.raises(RunFailed, match=r"step 13: .*step-00000010\.pt"):
+        run(tmp_path / "nan", 30, save_every=5, **NEVER)
+    assert steps_in(tmp_path / "nan") == [5, 10]
+    assert [r["step"] for r in logged(tmp_path / "nan")] == list(range(1, 13))
     ranks(fail)
-    with pytest.raises(RunFailed, match=r"the traceback\nrank 1: OutOfMemoryError; a smaller .*step-00000005"):
-        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
+    with pytest.raises(RunFailed, match=r"the traceback\nrank 1: OutOfMemoryError; .*step-00000005"):
+        run(tmp_path / "oom", 30, save_every=5, **NEVER)
 
 
 def test_an_unreadable_checkpoint_is_set_aside(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
-    run(tmp_path, 20, save_every=5, sample_every=0, evaluate_every=0)
+    run(tmp_path, 20, save_every=5, **NEVER)
     newest = tmp_path / "checkpoints" / "step-00000020.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
     group = ranks()
-    run(tmp_path, 22, save_every=5, keep=1, sample_every=0, evaluate_every=0)
-    assert sum(steps for name, steps in group.calls if name == "advance") == 7, "from step 15"
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "step-00000020.pt.unreadable",
-        "step-00000022.pt",
-    ]
+    run(tmp_path, 22, save_every=5, keep=1, **NEVER)
+    assert trained(group) == 7, "from step 15"
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000020.pt.unreadable", "step-00000022.pt"]
 
 
 def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
-    run(tmp_path, 5, sample_every=0, evaluate_every=0)
+    run(tmp_path, 5, **NEVER)
     before = (tmp_path / "config.toml").read_text()
     group = ranks()
     others: list[tuple[dict[str, Any], str]] = [
@@ -222,233 +192,136 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
         ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
     ]
     for settings, words in others:
-        with pytest.raises(ConfigError, match=rf"learns something else \({words}"):
+        with pytest.raises(ConfigError, match=words):
             run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
     assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], before)
     run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, loader="files"))
 
 
-def test_every_setting_is_decided() -> None:
-    """A new setting needs a decision: does it change what is learned?"""
-    computed = {
-        *("purpose", "workload", "device", "world_size", "accumulation", "precision", "compile", "compile_mode"),
-        *("channels_last", "implementation", "kernels", "read_loss", "loader", "loader_workers", "data", "exchange"),
-        *("oversubscribe", "options", "optimizer", "threads", "nodes", "revision", "freed_memory"),
-    }
-    assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
-    assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
-
-
 # --- from a file and the command line to a run ----------------------------------------------------------------------
+
+Plan = Callable[..., tuple[RunConfig, Schedule]]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores and no GPU."""
+def plan(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A run as planned on two cores and no GPU."""
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
+    def plan(text: str = "", schedule: dict[str, Any] | None = None, **flags: Any) -> tuple[RunConfig, Schedule]:
+        (tmp_path / "a.toml").write_text(f"image_size = 8\ndata = '{data}'\n{text}")
+        given = {name.replace("__", "."): value for name, value in flags.items()}
+        times = {"steps": 10} if schedule is None else schedule
+        return plan_training(given, times, file=tmp_path / "a.toml", cache=tmp_path)[:2]
 
-def plan(
-    data: Path, text: str = "", schedule: dict[str, Any] | None = None, **flags: Any
-) -> tuple[RunConfig, Schedule]:
-    file = data.parent / "settings.toml"
-    file.write_text(text)
-    given = {name.replace("__", "."): value for name, value in flags.items()}
-    times = {"steps": 10} if schedule is None else schedule
-    config, planned, _ = plan_training(
-        {"data": str(data), "image_size": 8, **given}, times, file=file if text else None, cache=data.parent
-    )
-    return config, planned
+    return plan
 
 
-@pytest.mark.usefixtures("machine")
-def test_without_settings_the_trainers_own(data: Path) -> None:
-    config, schedule = plan(data)
+def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_path: Path, plan: Plan) -> None:
+    config, schedule = plan()
     assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "tiny", 32)
     assert (config.precision, config.kernels, config.loader) == ("bf16", "fused", "packed")
-    assert plan(data, compile="whole")[0].kernels == plan(data, channels_last=False)[0].kernels == "aten"
+    assert plan(compile="whole")[0].kernels == plan(channels_last=False)[0].kernels == "aten"
     assert len(config.data_sha256) == 64
     assert schedule == Schedule(steps=10)
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_command_line_wins_over_the_file(data: Path) -> None:
-    text = """
-seed = 4
-precision = "fp32"
-[optimizer]
-learning_rate = 1e-3
-clip_norm = "none"
-[train]
-steps = 99
-save_every = 7
-"""
-    config, schedule = plan(data, text, schedule={"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
+    text = "seed = 4\nprecision = 'fp32'\n[optimizer]\nlearning_rate = 1e-3\nclip_norm = 'none'\n"
+    text += "[train]\nsteps = 99\nsave_every = 7\n"
+    config, schedule = plan(text, {"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
     assert (config.seed, config.precision) == (4, "bf16")
     assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (2e-3, None)
-    assert config.optimizer.ema_warmup, "real runs are looked at from their first grid on"
     assert schedule == Schedule(steps=5, save_every=7)
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
-    config, schedule = plan(data, seed=3)
     with RunFolder(tmp_path) as folder:
-        folder.write_settings(config, {"steps": 10})
+        folder.write_settings(config, {"steps": 5, "save_every": 7})
     again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
-    assert again[:2] == (config, schedule)
+    assert again[:2] == (config, schedule), "what ran can be run again"
 
 
 BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
-    ("", {}, {}, "how long to train is not given"),
+    ("", {}, {}, "--steps"),
     ("", {"steps": 0}, {}, "steps is 0"),
     ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
-    ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3: 2 cores are usable, give at most"),
+    ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3"),
     ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
-    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}: choose"),
-    ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
-    ("train = 3", {}, {}, "train is 3: give a table"),
-    ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3: give a table"),
-    ("workload = 'os:system'", None, {}, "workload is not for a file"),
-    ("world_size = 2\n[exchange]\nenabled = false", None, {}, "train a network each"),
+    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}"),
+    ("[train]\nmagic = 1", None, {}, "'magic'"),
+    ("train = 3", {}, {}, "train is 3"),
+    ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3"),
+    ("workload = 'os:system'", None, {}, "workload"),
+    ("world_size = 2\n[exchange]\nenabled = false", None, {}, "exchange.enabled"),
+    (f"data_sha256 = '{'0' * 64}'", None, {}, "data_sha256"),
+    ("network = ", None, {}, "is not TOML"),
 ]
 
 
-@pytest.mark.usefixtures("machine")
-def test_bad_settings_are_refused(data: Path) -> None:
+def test_bad_settings_are_refused(plan: Plan) -> None:
     for text, schedule, flags, words in BAD:
         with pytest.raises(ConfigError, match=words) as caught:
-            plan(data, text, schedule, **flags)
+            plan(text, schedule, **flags)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("machine")
-def test_other_images_than_the_file_names_are_refused(data: Path, tmp_path: Path) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(f'image_size = 8\ndata = "{data}"\ndata_sha256 = "{"0" * 64}"\n[train]\nsteps = 3\n')
-    with pytest.raises(ConfigError, match="are not those that data_sha256 names"):
-        plan_training({}, {}, file=file, cache=tmp_path)
-    config, _, _ = plan_training({"data": str(data)}, {}, file=file, cache=tmp_path)
-    assert config.data_sha256 != "0" * 64
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------
 
 
-def row(step: int, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1 / step, "images_per_second": 9.5, **more}
-
-
-def both_logs(folder: Path) -> tuple[list[int], list[int]]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    with (folder / "log.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert [float(r["loss"]) for r in table] == [r["loss"] for r in lines]
-    assert [r["held_out_loss"] for r in table] == [str(r.get("held_out_loss", "")) for r in lines]
-    return [r["step"] for r in lines], [int(r["step"]) for r in table]
+def rows(*steps: int) -> list[dict[str, Any]]:
+    return [{"step": i, "loss": 1 / i, "images_per_second": 9.5, "held_out_loss": 0.5} for i in steps]
 
 
 def test_a_log_is_cut_back_to_where_a_run_goes_on(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         folder.open_logs(0)
-        folder.log([row(1), row(2, held_out_loss=0.25, held_out_by_time=[0.1, 0.2])])
-        folder.log([row(3), row(4)])
-        folder.sync_logs()
-    assert both_logs(tmp_path) == ([1, 2, 3, 4],) * 2
+        folder.log(rows(1, 2))
+        folder.log(rows(3, 4))
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # killed while it wrote
     with RunFolder(tmp_path) as folder:
         folder.open_logs(3)
-        folder.log([row(4)])
-    assert both_logs(tmp_path) == ([1, 2, 3, 4],) * 2
+        folder.log(rows(4))
+    assert logged(tmp_path) == rows(1, 2, 3, 4)
+    with (tmp_path / "log.csv").open() as table:
+        assert [{k: float(v) for k, v in r.items()} for r in csv.DictReader(table)] == rows(1, 2, 3, 4)
+
+
+def test_one_run_at_a_time_keeps_its_newest_checkpoints_and_clears_what_is_half_written(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
-        folder.open_logs(0)
-    assert both_logs(tmp_path) == ([], [])
-
-
-def test_two_runs_do_not_work_in_one_folder(tmp_path: Path) -> None:
-    with RunFolder(tmp_path), pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
-        pass
-    with RunFolder(tmp_path):
-        pass
-
-
-def test_the_newest_checkpoints_stay_and_what_is_half_written_goes(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as folder:
+        with pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
+            pass
         for step in (5, 10, 99_999_999, 100_000_000, 20):
             folder.checkpoint(step).touch()
-        (folder.checkpoints / "mine.pt").touch()
-        (folder.checkpoints / "step-00000030.pt.17.partial").touch()
-        (folder.samples / "step-00000030.png.17.partial").touch()
-        assert [p.name for p in checkpoints_in(folder.checkpoints)][:2] == ["step-100000000.pt", "step-99999999.pt"]
+        for name in ("checkpoints/mine.pt", "checkpoints/a.pt.17.partial", "samples/a.png.17.partial"):
+            (tmp_path / name).touch()
         folder.keep(3)
         folder.set_aside([folder.checkpoint(20)])
-    names = {p.name for p in tmp_path.rglob("*") if p.is_file()}
-    assert {"step-100000000.pt", "step-99999999.pt", "step-00000020.pt.unreadable", "mine.pt"} < names
-    assert not {"step-00000005.pt", "step-00000010.pt", "step-00000020.pt"} & names
     with RunFolder(tmp_path):
-        assert not list(tmp_path.rglob("*.partial"))
+        names = {p.name for p in tmp_path.rglob("*") if p.is_file() and not p.name.startswith(".")}
+    assert names == {"step-100000000.pt", "step-99999999.pt", "step-00000020.pt.unreadable", "mine.pt"}
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         folder.open_logs(0)
         folder._files[0].close()
         folder._files[0] = Path("/dev/full").open("w")  # noqa: SIM115 - closed with the run
-        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
-            folder.log([row(1)])
-        monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
-        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
-            folder.sync_logs()
-
-
-def test_settings_that_are_written_are_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "a.toml"
-    config = RunConfig(
-        data='a "folder"\\with ünusual\tname',
-        diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0),
-        optimizer=OptimizerConfig(clip_norm=None, learning_rate=1e-5, betas=(0.9, 0.999)),
-    )
-    file.write_text(settings_text({name: value for name, value in config.as_dict().items() if name != "options"}))
-    assert configuration(read_settings(file, "a"), "a") == config
-    values = {"each": [math.inf, -math.inf, 1e-05, [True, "a"]], "part": {"least": math.nan}}
-    file.write_text(settings_text(values))
-    assert repr(read_settings(file, "a")) == repr(values)
-    for text, words in (
-        ("network = ", "is not TOML"),
-        ("magic = 1", "no setting 'magic'"),
-        ("network = 'x'", "is 'x'"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=rf"a\.toml.*{words}"):
-            configuration(read_settings(file, "--config"), str(file))
+        with pytest.raises(RunFailed, match="No space left"):
+            folder.log(rows(1))
 
 
 # --- signals -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_signal_is_noted_and_the_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before = signal.getsignal(number)
+def test_the_first_signal_is_noted_a_repeat_is_not_and_the_second_ends() -> None:
+    for first, second in ((signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)):
+        before = signal.getsignal(first)
         with Stop() as stop:
             stop.gentle = True
-            os.kill(os.getpid(), number)
-            assert stop.number == number
-            with pytest.raises(Stopped) as caught:
+            os.kill(os.getpid(), first)
+            assert stop.number == first
+            if first == signal.SIGTERM:  # a scheduler sends it to all, who pass it on
                 os.kill(os.getpid(), signal.SIGTERM)
-        assert caught.value.number == signal.SIGTERM
-        assert signal.getsignal(number) == before
-
-
-def test_a_signal_that_is_passed_on_does_not_break_into_what_the_first_has_begun_to_end() -> None:
-    with Stop():
-        with pytest.raises(Stopped):
-            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Stopped) as caught:
+                os.kill(os.getpid(), second)
+        assert caught.value.number == second
+        assert signal.getsignal(first) == before
+    with Stop(), pytest.raises(Stopped):  # before there is anything to save
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped):
-            os.kill(os.getpid(), signal.SIGINT)

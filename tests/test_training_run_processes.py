@@ -20,19 +20,11 @@ import pytest
 from test_training import equal
 from test_training_run import logged, steps_in
 
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.training.run_folder import checkpoints_in
 
 # As many as one cares to wait for: KILLS=20 takes two minutes and a half.
 KILLS = int(os.environ.get("KILLS", "6"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    prepare("synthetic", folder, image_size=8)
-    return folder
 
 
 ON_ONE_CORE = """
@@ -52,23 +44,21 @@ def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def started(arguments: list[str], core: int = 0) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    words = [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, start_new_session=True) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def finished(arguments: list[str]) -> tuple[int, str, str]:
+def finished(arguments: list[str], code: int = 0) -> str:
+    """What it has said on standard error, ended with this code."""
     with started(arguments) as process:
-        out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return err
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
@@ -99,8 +89,7 @@ def _killed_often(arguments: list[str], checkpoints: Path, seed: int) -> list[in
 def test_kills_change_nothing(data: Path, tmp_path: Path) -> None:
     """Kill -9 at random moments: while starting, training, and saving, which happens ten times a second."""
     steps, often = 300 + 15 * KILLS, ("--save-every", "4", "--keep", "2")
-    code, _, err = finished(command(data, tmp_path / "whole", steps, *often))
-    assert code == 0, err
+    finished(command(data, tmp_path / "whole", steps, *often))
     whole = read(tmp_path / "whole" / "checkpoints" / f"step-{steps:08d}.pt")
     rows = [(r["step"], r["loss"]) for r in logged(tmp_path / "whole")]
     assert [step for step, _ in rows] == list(range(1, steps + 1))
@@ -110,9 +99,7 @@ def test_kills_change_nothing(data: Path, tmp_path: Path) -> None:
         left = list(pool.map(_killed_often, commands, [f / "checkpoints" for f in folders], (0, 1)))
     for folder, arguments, seen in zip(folders, commands, left, strict=True):
         assert len(set(seen)) > KILLS // 4
-        code, _, err = finished(arguments)
-        assert code == 0, err
-        assert f"goes on after step {max(seen):,} of {steps:,}" in err
+        assert f"goes on after step {max(seen):,} of {steps:,}" in finished(arguments)
         assert not list(folder.rglob("*.unreadable"))
         assert equal(read(folder / "checkpoints" / f"step-{steps:08d}.pt"), whole)
         assert [(r["step"], r["loss"]) for r in logged(folder)] == rows
@@ -130,11 +117,9 @@ def test_sigterm_saves_and_stops(data: Path, tmp_path: Path, whole_session: bool
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
     (step,) = steps_in(tmp_path)
-    assert err.splitlines()[-1] == f"SIGTERM, saved after step {step:,}: the same command goes on from there"
+    assert err.splitlines()[-1].startswith(f"SIGTERM, saved after step {step:,}")
     assert len(logged(tmp_path)) == step
-    code, _, err = finished(command(data, tmp_path, step + 5))
-    assert code == 0, err
-    assert f"goes on after step {step:,} of {step + 5:,}" in err
+    assert f"goes on after step {step:,} of {step + 5:,}" in finished(command(data, tmp_path, step + 5))
 
 
 @pytest.mark.slow
@@ -147,18 +132,15 @@ def test_a_signal_while_ranks_build_ends_at_once(data: Path, tmp_path: Path) -> 
         _, err = process.communicate(timeout=60)
     assert (process.returncode, logged(tmp_path)) == (128 + signal.SIGTERM, []), err
     assert psutil.wait_procs(begun, timeout=10)[1] == [], "nobody is left"
-    assert "SIGTERM, stopped at once; the same command starts again: nothing was trained" in err.splitlines()[-1]
+    assert "SIGTERM, stopped at once" in err.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint(data: Path, tmp_path: Path) -> None:
-    assert finished(command(data, tmp_path, 5))[0] == 0
+    finished(command(data, tmp_path, 5))
     before = (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes()
     shell = shutil.which("bash") or "/bin/bash"
     limited = [shell, "-c", 'ulimit -f 200; exec "$@"', "-", *command(data, tmp_path, 10)]
-    code, _, err = finished(limited)
-    assert code == 1, err
-    words = "step-00000010.pt: File too large; the last good checkpoint is"
-    assert words in err.splitlines()[-1]
+    assert "step-00000010.pt: File too large" in finished(limited, code=1).splitlines()[-1]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
     assert (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes() == before

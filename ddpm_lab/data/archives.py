@@ -30,6 +30,8 @@ MAX_TOTAL_BYTES = 16 * 2**30
 MAX_TAR_BYTES = 512 * 2**20  # cifar-10-python.tar.gz holds 186 MB
 CIFAR_SIDE = 32
 _BATCH = re.compile(r"(?:data_batch_[0-9]+|test_batch)")
+_MULTIARRAY = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
+_OF_ARRAYS = {*_MULTIARRAY, "numpy.ndarray", "numpy.dtype"}
 
 
 def is_archive(path: Path) -> bool:
@@ -177,10 +179,7 @@ class _RefusedPickleError(Exception):
 
 
 class _Array:
-    """What a pickled array, or its number format, leaves behind: arguments and state, not yet believed.
-
-    No code of arrays runs while unpickling.
-    """
+    """What a pickled array, or its number format, leaves behind; no code of arrays runs while unpickling."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -211,11 +210,6 @@ class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
             return _latin1_bytes
-        if f"{module}.{name}" in (
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.ndarray",
-            "numpy.dtype",
-        ):
+        if f"{module}.{name}" in _OF_ARRAYS:
             return _Array
         raise _RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")

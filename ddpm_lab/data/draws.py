@@ -24,10 +24,7 @@ _PERMUTATION, _FLIP, _NOISE = 1, 2, 3
 
 
 def rank_share(global_batch_size: int, rank: int, world_size: int) -> range:
-    """Positions within a global batch that belong to one rank.
-
-    Raises ValueError for a batch that cannot be divided evenly, and for no such rank.
-    """
+    """Positions within a global batch of one rank. Raises ValueError if it cannot be divided, or for no such rank."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} does not exist among {world_size} ranks; ranks count from 0")
     if global_batch_size < 1 or global_batch_size % world_size:
@@ -82,10 +79,7 @@ class EpochStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def flips(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether the image at each global position is mirrored left to right: a fair coin, or never.
-
-        The coin is the top bit of the SplitMix64 output function (Steele, Lea and Flood, 2014) of position and key.
-        """
+        """Whether each position's image is mirrored: the top bit of SplitMix64 (Steele et al. 2014) of the position."""
         if not self._flip:
             return np.zeros(stop - start, dtype=bool)
         state = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._flip_key
@@ -97,10 +91,7 @@ class EpochStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which part of which global batches a loader gives: those of one rank, from ``start_step`` on, without end.
-
-    Raises ValueError as ``rank_share``.
-    """
+    """Which part of which batches a loader gives: one rank's, endlessly. Raises ValueError as ``rank_share``."""
 
     stream: EpochStream
     global_batch_size: int
@@ -112,10 +103,7 @@ class Plan:
         rank_share(self.global_batch_size, self.rank, self.world_size)
 
     def blocks(self) -> Iterator[Draws]:
-        """Give a step and, for k steps from it on, image indices and whether to mirror them, both (k, n), without end.
-
-        k is as large as thousands of positions allow, and at most an epoch: to begin a draw costs more than to make it.
-        """
+        """Give, for many steps at once, the first step, image indices and whether to mirror them, both (k, n)."""
         size = self.global_batch_size
         share = rank_share(size, self.rank, self.world_size)
         steps = max(1, min(BLOCK_POSITIONS, self.stream.epoch_size) // size)

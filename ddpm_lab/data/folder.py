@@ -81,10 +81,7 @@ def list_images(folder: Path) -> list[ImageFile]:
 def _natural_key(path: str) -> list[list[str | int]]:
     """Sort key in which runs of digits compare as numbers, one path component at a time."""
     # The split alternates text, digits, text, ..., so a number only ever meets a number.
-    return [
-        [int(part) if position % 2 else part for position, part in enumerate(_DIGITS.split(component))]
-        for component in path.split("/")
-    ]
+    return [[int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(name))] for name in path.split("/")]
 
 
 def fingerprint(files: Sequence[ImageFile]) -> str:
@@ -117,7 +114,9 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
     except MemoryError:
         raise
     except Exception as error:  # decoders meet damage with OSError, SyntaxError, ValueError, struct.error, ...
-        reason = "not a PNG or JPEG image" if isinstance(error, UnidentifiedImageError) else _one_line(error)
+        known = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = " ".join(known.split()) or type(error).__name__
+        reason = "not a PNG or JPEG image" if isinstance(error, UnidentifiedImageError) else reason
         raise ImageError(f"{path}: cannot be decoded ({reason})") from error
 
 
@@ -129,11 +128,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         opaque.alpha_composite(image.convert("RGBA"))
         image = opaque
     return image.convert("RGB")
-
-
-def _one_line(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
 
 
 def decode_files(

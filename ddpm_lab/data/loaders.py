@@ -37,10 +37,7 @@ Steps = Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch: float32 (n, 3, S, S) in [-1, 1], and the image indices it was made from.
-
-    The images lie on the device that the loader serves, or in the host's memory.
-    """
+    """One rank's part of a batch: float32 (n, 3, S, S) in [-1, 1] on the device or the host, and image indices."""
 
     images: torch.Tensor
     indices: npt.NDArray[np.int64]
@@ -190,10 +187,7 @@ def dataset_loader(
 
 
 def _exit_with_parent(parent: int, _worker: int) -> None:
-    """Make this loader worker end soon after its training process, however that dies.
-
-    torch's own watch looks every 5 seconds and only while the worker waits for work.
-    """
+    """End this worker soon after its training process; torch looks every 5 s, and only while it waits for work."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -256,10 +250,7 @@ def _gathered(plan: Plan, rows: PixelRows, scale: ModelRange) -> Iterator[Batch]
 
 
 def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
-    """Gather batches and send them to a CUDA device, one ahead, on a stream beside the one that trains.
-
-    Pixels travel as bytes, a quarter of what they are as floating point, and are scaled there.
-    """
+    """Gather batches and send them to a CUDA device as bytes, one ahead, on a stream beside the one that trains."""
     # Urgent, so that scaling does not queue behind a network that fills the device.
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     # The constants of the scaling were written on the stream that is current now.

@@ -126,10 +126,7 @@ class LinearAttention(nn.Module):
 
 
 class CosineAttention(nn.Module):
-    """Residual full attention whose logits are 16 times the cosine similarity of queries and keys.
-
-    ``middle_attention_axis`` is what the vectors are normalised over: "channels" is cosine similarity.
-    """
+    """Residual full attention of logits 16 q k^T, with q and k normalised over the ``middle_attention_axis``."""
 
     def __init__(self, c: UNetConfig, width: int) -> None:
         super().__init__()

@@ -116,10 +116,7 @@ class UpsampledConv2d(nn.Conv2d):
 
 
 class Norm(nn.GroupNorm):
-    """f(norm(x + before) (1 + scale) + shift) + residual of images, with f SiLU or nothing.
-
-    ``before`` is (N, C), ``scale_shift`` (N, 2 C).
-    """
+    """f(norm(x + before) (1 + scale) + shift) + residual, f SiLU or nothing: before (N, C), scale_shift (N, 2 C)."""
 
     def __init__(self, c: UNetConfig, width: int) -> None:
         super().__init__(c.groups, width, eps=c.epsilon)

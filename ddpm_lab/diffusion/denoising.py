@@ -11,16 +11,14 @@ from torch import Tensor
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.network import Inference, configured_network, network_seen
+from ddpm_lab.diffusion.network import Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.reference import ReferenceSampler
-from ddpm_lab.diffusion.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
-from ddpm_lab.diffusion.step import Untrained, compile_seen
+from ddpm_lab.diffusion.sampling import SAMPLERS, denoise, sampling_timesteps
+from ddpm_lab.diffusion.step import Untrained
 from ddpm_lab.diffusion.unet import count_flops, count_parameters
 from ddpm_lab.workload import RankContext
 
-SAMPLERS = ("ddpm", "ddim")
 DDIM_STEPS = 250
 _NOISE = 4  # the purposes 1 to 3 are those of ``data/draws.py``
 
@@ -46,11 +44,10 @@ class Sampling(Untrained):
         self.generator = torch.Generator(self.device).manual_seed(int(state[0]))
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.evaluate = Inference(configured_network(config, self.device), config, self.device)
-        self.walk = (ddim_steps if self.sampler == "ddim" else ddpm_steps)(diffusion, count)
+        self.walk = SAMPLERS[self.sampler](diffusion, count)
         self.reference = ReferenceSampler(self._predict, diffusion).to(self.device) if self.evaluate.plain else None
         self.steps = self.done = 0
         self.x = torch.empty(0)
-        self.fused_before = kernels.State.uses
 
     def _advance(self) -> Tensor:
         """The images one step further."""
@@ -81,21 +78,18 @@ class Sampling(Untrained):
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
-        network = self.evaluate.network
-        seen: dict[str, Any] = {
-            "precision": self.evaluate.precision.seen(),
-            "parameters": count_parameters(network),
-            "weights_device": str(next(network.parameters()).device),
+        seen = self.evaluate.witness()
+        if not self.steps:
+            del seen["kernels"]
+        return {
+            "parameters": count_parameters(self.evaluate.network),
+            "weights_device": str(next(self.evaluate.network.parameters()).device),
             "sampler": self.sampler,
             "sampler_steps": len(self.times),
             "flop_per_image": count_flops(self.config.network, image_size=self.config.image_size)[0],
             "images": self.steps * self.shape[0],
-            **network_seen(network),
-            **compile_seen(self.config, self.evaluate.model),
+            **seen,
         }
-        if self.steps:
-            seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
-        return seen
 
 
 def _options(config: RunConfig) -> tuple[str, int]:
@@ -110,14 +104,13 @@ def _options(config: RunConfig) -> tuple[str, int]:
             f"accumulation is {config.accumulation} and read_loss {config.read_loss}: sampling has no loss, so leave "
             "both out"
         )
-    if sampler == "ddpm":
-        if steps is not None:
-            raise ConfigError(f"options.steps is {steps!r} with sampler 'ddpm', which walks all timesteps: use ddim")
-        return sampler, config.diffusion.timesteps
-    count = DDIM_STEPS if steps is None else steps
+    most = config.diffusion.timesteps
+    if sampler == "ddpm" and steps is not None:
+        raise ConfigError(f"options.steps is {steps!r} with sampler 'ddpm', which walks all timesteps: use ddim")
+    count = most if sampler == "ddpm" else DDIM_STEPS if steps is None else steps
     whole("options.steps", count, 1)
-    if count > config.diffusion.timesteps:
-        raise ConfigError(f"options.steps is {count}: give at most the {config.diffusion.timesteps} timesteps")
+    if count > most:
+        raise ConfigError(f"options.steps is {count}: give at most the {most} timesteps")
     return sampler, count
 
 

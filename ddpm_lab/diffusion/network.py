@@ -15,7 +15,15 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
 from ddpm_lab.diffusion.reference import ReferenceUNet, reference
-from ddpm_lab.diffusion.step import AUTOCAST, PrecisionWatch, allow_tf32, autocast, channels_last_seen, require
+from ddpm_lab.diffusion.step import (
+    AUTOCAST,
+    PrecisionWatch,
+    allow_tf32,
+    autocast,
+    channels_last_seen,
+    compile_seen,
+    require,
+)
 from ddpm_lab.diffusion.unet import UNet, build_network
 from ddpm_lab.plan import FUSED_PARTS
 
@@ -23,10 +31,7 @@ AnyUNet = UNet | ReferenceUNet
 
 
 def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
-    """The network of the configuration on ``device``, with the same weights in every implementation.
-
-    They are drawn from torch's global generator. Raises Unsupported without the compiler that fused kernels need.
-    """
+    """The network of a configuration, with weights from torch's global generator, the same in each implementation."""
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")
@@ -94,7 +99,8 @@ class Inference:
         # Blocks that are compiled one by one leave the first convolution, which is in none, as it is.
         eager = config.compile != "whole"
         once = partial(forward_once, self.network, config, self.device)
-        self.precision = PrecisionWatch(self.network, self.device, eager=eager, run=once)
+        self.precision = PrecisionWatch(self.network, self.device, watch=eager, run=once)
+        self.fused_before = kernels.State.uses
 
     def _prepared(self, network: AnyUNet) -> AnyUNet:
         """A copy in the memory format asked for, whose weights are rounded once to what autocast would round them to.
@@ -112,6 +118,15 @@ class Inference:
                 if isinstance(module, nn.Conv2d | nn.Linear):
                     module.to(dtype)
         return network
+
+    def witness(self) -> dict[str, Any]:
+        """How the network ran, read back from it."""
+        return {
+            "precision": self.precision.seen(),
+            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
+            **network_seen(self.network),
+            **compile_seen(self.config, self.model),
+        }
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         with torch.no_grad() if self.plain else torch.inference_mode(), autocast(self.config, self.device):

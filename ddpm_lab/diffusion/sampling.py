@@ -42,8 +42,7 @@ def ddpm_steps(diffusion: Diffusion, steps: int) -> list[Step]:
     ``steps`` fewer than T walk the respaced process of Nichol & Dhariwal 2021, section 4. Raises ValueError for a
     number of steps outside 1..T.
     """
-    times, previous = _times(diffusion, steps)
-    one, zero = _units(times)
+    times, previous, one, zero = _walk(diffusion, steps)
     of_x0, variance = diffusion.posterior(one, zero, times, previous)
     of_x, _ = diffusion.posterior(zero, one, times, previous)
     return _steps(diffusion, times, of_x0, of_x, variance.sqrt())
@@ -51,8 +50,7 @@ def ddpm_steps(diffusion: Diffusion, steps: int) -> list[Step]:
 
 def ddim_steps(diffusion: Diffusion, steps: int) -> list[Step]:
     """DDIM without noise (Song et al. 2021, eq. 12), first step to last. Raises ValueError as ``ddpm_steps``."""
-    times, previous = _times(diffusion, steps)
-    one, zero = _units(times)
+    times, previous, one, zero = _walk(diffusion, steps)
     alpha_bar_previous = diffusion.alpha_bar_before(previous).view_as(one)
     towards_noise = (1 - alpha_bar_previous).sqrt()
     # The noise is the one that fits x0, clipped or not.
@@ -86,21 +84,22 @@ def sampling_timesteps(timesteps: int, steps: int) -> list[int]:
     return [round(float(t)) for t in np.linspace(timesteps - 1, 0, steps)]
 
 
-def _times(diffusion: Diffusion, steps: int) -> tuple[Tensor, Tensor]:
-    """The timesteps (S,) that are walked, and to each the next; -1 is x0 itself."""
+SAMPLERS = {"ddpm": ddpm_steps, "ddim": ddim_steps}
+
+
+def _walk(diffusion: Diffusion, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The timesteps (S,) that are walked, to each the next (-1 is x0 itself), and ones and zeros (S, 1, 1, 1), float64.
+
+    A formula that is linear in images gives for ones and zeros its weights.
+    """
     times = torch.tensor(sampling_timesteps(diffusion.timesteps, steps), device=diffusion.alpha_bar.device)
-    return times, torch.cat((times[1:], times.new_tensor([-1])))
-
-
-def _units(times: Tensor) -> tuple[Tensor, Tensor]:
-    """Ones and zeros (S, 1, 1, 1), float64: a formula that is linear in images gives for them its weights."""
     one = torch.ones((len(times), 1, 1, 1), dtype=torch.float64, device=times.device)
-    return one, torch.zeros_like(one)
+    return times, torch.cat((times[1:], times.new_tensor([-1]))), one, torch.zeros_like(one)
 
 
 def _steps(diffusion: Diffusion, times: Tensor, of_x0: Tensor, of_x: Tensor, of_noise: Tensor) -> list[Step]:
     """Steps with the weights (S, 1, 1, 1) given, read back from the device once."""
-    one, zero = _units(times)
+    one, zero = torch.ones_like(of_x0), torch.zeros_like(of_x0)
     scale, _ = diffusion.to_x0_and_noise(one, zero, times)
     of_x_in_x0, _ = diffusion.to_x0_and_noise(zero, one, times)
     table = torch.stack([w.flatten() for w in (scale, of_x_in_x0 / scale, of_x0, of_x, of_noise)], dim=1)

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,65 +66,14 @@ def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.o
     )
 
 
-def descend(
-    optimizer: torch.optim.Optimizer,
-    parameters: list[nn.Parameter],
-    scaler: torch.amp.GradScaler | None,
-    clip_norm: float | None,
-) -> None:
-    """Clip the gradients to the norm ``clip_norm`` (None: not at all), step, and drop them.
-
-    Where ``scaler`` is given the gradients are scaled, and the step is left out if they have overflown.
-    """
-    if scaler:
-        scaler.unscale_(optimizer)
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(parameters, clip_norm)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def distributed(network: nn.Module, config: RunConfig, context: RankContext) -> DistributedDataParallel | None:
-    """A network whose ranks exchange gradients as the configuration says; None where they exchange none."""
-    if context.world_size == 1 or not config.exchange.enabled:
-        return None
-    return DistributedDataParallel(
-        network,
-        device_ids=[torch.device(context.device)] if config.device == "cuda" else None,
-        gradient_as_bucket_view=config.exchange.bucket_view,
-        static_graph=config.exchange.static_graph,
-        bucket_cap_mb=config.exchange.bucket_mb,
-    )
-
-
-def exchange_seen(ddp: DistributedDataParallel | None, context: RankContext) -> dict[str, Any]:
-    """Whether and how ranks exchange gradients, read back; nothing where there is one rank."""
-    seen: dict[str, Any] = {} if context.world_size == 1 else {"exchange_enabled": ddp is not None}
-    if ddp:
-        seen["exchange"] = {
-            "enabled": True,
-            "bucket_view": ddp.gradient_as_bucket_view,
-            "static_graph": ddp.static_graph,
-            "bucket_mb": ddp.bucket_bytes_cap // 2**20,
-        }
-    return seen
-
-
-def adam_seen(optimizer: torch.optim.Adam) -> str:
+def adam_seen(optimizer: torch.optim.Optimizer) -> str:
     """How an optimizer computes its step, read back from it."""
     group = optimizer.param_groups[0]
     return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
 
 
 def channels_last_seen(network: nn.Module) -> bool | None:
-    """Whether the weights of a network's first real convolution lie in the channels-last format; None without any.
-
-    Those of one channel, or of one pixel, lie in both formats.
-    """
+    """Whether the first convolution of more than a pixel and a channel is channels-last; None where there is none."""
     layers = (m for m in network.modules() if isinstance(m, nn.Conv2d))
     weight = next((m.weight for m in layers if m.kernel_size[0] > 1 and m.weight.shape[1] > 1), None)
     if weight is None:
@@ -191,16 +140,16 @@ def _nodes(children: Any) -> int:
 class PrecisionWatch:
     """Notes the number format in which a network's first convolution ran, or its first linear layer if it has none.
 
-    Where ``eager`` the first real step is watched. A compiled step would run the hook inside its graph, so there
+    Where ``watch`` what it computes next is watched. A compiled step would run the hook inside its graph, so there
     ``run``, an eager forward pass in the same context, is watched when the witness is asked for.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, *, eager: bool, run: Callable[[], object]) -> None:
+    def __init__(self, network: nn.Module, device: torch.device, *, watch: bool, run: Callable[[], object]) -> None:
         convolutions = [m for m in network.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
         self.layers: list[nn.Module] = [*convolutions] or [m for m in network.modules() if isinstance(m, nn.Linear)]
         self.device, self.run = device, run
         self.dtype: torch.dtype | None = None
-        if eager:
+        if watch:
             self.watch()
 
     def watch(self) -> None:
@@ -225,106 +174,11 @@ class PrecisionWatch:
         return names.get(self.dtype, str(self.dtype))
 
 
-class LossStep:
-    """Trains ``network`` with ``loss(model, batch)``, or with ``whole(model, batch)``, which does all of a step itself.
-
-    ``whole`` returns the loss and leaves the number format to itself. ``update`` is called after each step, as for an
-    average of the weights. Raises Unsupported for what this machine cannot do.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        context: RankContext,
-        network: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer,
-        *,
-        whole: Loss | None = None,
-        clip_norm: float | None = None,
-        update: Callable[[], None] | None = None,
-    ) -> None:
-        require(config)
-        allow_tf32(config.precision == "tf32")
-        self.config, self.context, self.mark = config, context, context.mark
-        self.device = torch.device(context.device)
-        self.network = network.to(memory_format=torch.channels_last) if config.channels_last else network
-        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.loss, self.whole, self.update = loss, whole, update
-        self.optimizer, self.clip_norm = optimizer, clip_norm
-        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        self.model: Any = self.network
-        self.ddp = distributed(self.network, config, context)
-        if self.ddp:
-            context.watch(self.ddp)
-            self.model = self.ddp
-        if config.compile == "whole":
-            self.model = torch.compile(self.model, mode=config.compile_mode)
-        self.batch: Any = None
-        self.steps = self.losses_read = 0
-        self.precision = PrecisionWatch(self.network, self.device, eager=False, run=self._forward_once)
-
-    def step(self, batch: Any) -> Tensor:
-        """One step with a batch on the device; returns the loss, still there."""
-        if self.config.compile != "off":
-            self.batch = batch  # for the witness, which cannot look into what is compiled
-        if self.whole:
-            self.mark("whole step")
-            loss = self.whole(self.model, batch)
-        else:
-            loss = self._backward(batch)
-        if self.update:
-            self.mark("ema")
-            self.update()
-        self.steps += 1
-        return loss.detach()
-
-    def _backward(self, batch: Any) -> Tensor:
-        if not self.steps and self.config.compile == "off":
-            self.precision.watch()  # and not before: a held-out loss runs the network in another format
-        self.mark("forward")
-        with autocast(self.config, self.device):
-            loss = self.loss(self.model, batch)
-        self.mark("backward")
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if self.config.read_loss:
-            loss.item()
-            self.losses_read += 1
-        self.mark("optimizer")
-        descend(self.optimizer, self.parameters, self.scaler, self.clip_norm)
-        return loss
-
-    def _forward_once(self) -> None:
-        with autocast(self.config, self.device):
-            (self.whole or self.loss)(self.network, self.batch)
-
-    def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run; of a whole step the number format is its own."""
-        seen: dict[str, Any] = {
-            **compile_seen(self.config, self.model),
-            "parameters": sum(p.numel() for p in self.parameters),
-            **exchange_seen(self.ddp, self.context),
-        }
-        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
-        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
-            seen["exchange_enabled"] = False
-        if self.precision.layers and self.steps and not self.whole:
-            seen["precision"] = self.precision.seen()
-            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
-        if (channels_last := channels_last_seen(self.network)) is not None:
-            seen["channels_last"] = channels_last
-        if self.steps:
-            seen["read_loss"] = self.losses_read == self.steps
-        return seen
-
-
 class Feed:
     """A rank's batches, and what was really consumed of them."""
 
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         self.packed = packed = open_packed(Path(config.data))
-        self.sha256 = packed.manifest.content_hash
         plan = Plan(
             stream=EpochStream(packed.train_indices, config.seed),
             global_batch_size=config.global_batch_size,
@@ -332,14 +186,8 @@ class Feed:
             world_size=context.world_size,
             start_step=start_step,
         )
-        self.loader = open_loader(
-            config.loader,
-            packed,
-            plan,
-            workers=config.loader_workers,
-            device=context.device,
-            channels_last=config.channels_last,
-        )
+        how: dict[str, Any] = {"workers": config.loader_workers, "channels_last": config.channels_last}
+        self.loader = open_loader(config.loader, packed, plan, device=context.device, **how)
         self.device: torch.device | None = None
         self.images = 0
         self.indices = hashlib.sha256()
@@ -353,7 +201,7 @@ class Feed:
     def witness(self) -> dict[str, Any]:
         """Data, loader, and the images used so far."""
         return {
-            "data_sha256": self.sha256,
+            "data_sha256": self.packed.manifest.content_hash,
             "loader": self.loader.kind,
             "loader_workers": self.loader.live_workers(),
             "prefetch_batches": self.loader.prefetch_batches,
@@ -362,16 +210,30 @@ class Feed:
             "indices_sha256": self.indices.hexdigest()[:16],
         }
 
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.loader.close()
 
-class LoaderAlone:
-    """Takes batches and does nothing with them."""
 
-    def __init__(self, data: Any) -> None:  # a Feed, or what is used as one
-        self.data = data
+class Fed:
+    """A workload whose batches are those of ``data``, a Feed or what is used as one."""
+
+    data: Any
 
     def batches(self) -> Iterator[Any]:
-        """Endless batches."""
+        """Endless batches of this rank's share."""
         return iter(self.data.loader)
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.data.close()
+
+
+class LoaderAlone(Fed):
+    """Takes batches and does nothing with them."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
 
     def step(self, batch: Any) -> float:
         """Nothing is trained: the loss is 0."""
@@ -382,17 +244,175 @@ class LoaderAlone:
         """What was loaded."""
         return dict(self.data.witness())
 
-    def close(self) -> None:
-        """Stop the loader workers."""
-        self.data.loader.close()
-
 
 class Untrained:
-    """A workload that has no data and starts nothing."""
+    """A workload that has no data, starts nothing, and trains nothing."""
 
     def batches(self) -> Iterator[Any]:
         """There are no data."""
         return itertools.repeat(None)
 
+    def step(self, batch: Any) -> Any:
+        """Nothing is trained."""
+        del batch
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """Nothing is trained."""
+        return {"images": 0}
+
     def close(self) -> None:
         """Nothing was started."""
+
+
+class Step(Fed):
+    """What is trained on one rank: a network, its optimizer, and all that a configuration puts around them.
+
+    ``watch`` and ``run`` are those of PrecisionWatch, ``hook`` compresses the gradients that ranks exchange. Raises
+    Unsupported for what this machine cannot do.
+    """
+
+    averages: Sequence[Tensor] = ()
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: RankContext,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run: Callable[[], object],
+        *,
+        watch: bool = False,
+        hook: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        require(config)
+        allow_tf32(config.precision == "tf32")
+        self.config, self.context, self.device = config, context, torch.device(context.device)
+        self.network, self.optimizer = network, optimizer
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.model: Any = network
+        self.ddp: DistributedDataParallel | None = None
+        if context.world_size > 1 and config.exchange.enabled:
+            self.model = self.ddp = DistributedDataParallel(
+                network,
+                device_ids=[self.device] if config.device == "cuda" else None,
+                gradient_as_bucket_view=config.exchange.bucket_view,
+                static_graph=config.exchange.static_graph,
+                bucket_cap_mb=config.exchange.bucket_mb,
+            )
+            context.watch(self.ddp, hook)
+        if config.compile == "whole":
+            self.model = torch.compile(self.model, mode=config.compile_mode)
+        self.steps = self.losses_read = 0
+        self.precision = PrecisionWatch(network, self.device, watch=watch, run=run)
+
+    def descend(self) -> None:
+        """Clip the gradients, step, and drop them; in fp16 the step is left out if they have overflown."""
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        if self.config.optimizer.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def weights_sha256(self) -> str:
+        """Hash of weights and averages: equal on every rank, and between runs that learn the same to the last bit."""
+        found = hashlib.sha256()
+        for weight in (*self.parameters, *self.averages):
+            found.update(weight.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run."""
+        seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
+        if self.context.world_size > 1:
+            seen["exchange_enabled"] = self.ddp is not None
+        if self.ddp:
+            seen["exchange"] = {
+                "enabled": True,
+                "bucket_view": self.ddp.gradient_as_bucket_view,
+                "static_graph": self.ddp.static_graph,
+                "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
+            }
+        if self.steps:
+            seen["read_loss"] = self.losses_read == self.steps
+        return seen
+
+
+class LossStep(Step):
+    """Trains ``network`` with ``loss(model, batch)``, or with ``whole(model, batch)``, which does all of a step itself.
+
+    ``whole`` returns the loss and leaves the number format to itself. ``update`` is called after each step, as for an
+    average of the weights.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: RankContext,
+        network: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole: Loss | None = None,
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        if config.channels_last:
+            network = network.to(memory_format=torch.channels_last)
+        super().__init__(config, context, network, optimizer, self._forward_once)
+        self.mark, self.loss, self.whole, self.update = context.mark, loss, whole, update
+        self.batch: Any = None
+
+    def step(self, batch: Any) -> Tensor:
+        """One step with a batch on the device; returns the loss, still there."""
+        if self.config.compile != "off":
+            self.batch = batch  # for the witness, which cannot look into what is compiled
+        if self.whole:
+            self.mark("whole step")
+            loss = self.whole(self.model, batch)
+        else:
+            loss = self._by_loss(batch)
+        if self.update:
+            self.mark("ema")
+            self.update()
+        self.steps += 1
+        return loss.detach()
+
+    def _by_loss(self, batch: Any) -> Tensor:
+        if not self.steps and self.config.compile == "off":
+            self.precision.watch()  # and not before: a held-out loss runs the network in another format
+        self.mark("forward")
+        with autocast(self.config, self.device):
+            loss = self.loss(self.model, batch)
+        self.mark("backward")
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if self.config.read_loss:
+            loss.item()
+            self.losses_read += 1
+        self.mark("optimizer")
+        self.descend()
+        return loss
+
+    def _forward_once(self) -> None:
+        with autocast(self.config, self.device):
+            (self.whole or self.loss)(self.network, self.batch)
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run; of a whole step the number format is its own."""
+        seen = super().witness()
+        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
+        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
+            seen["exchange_enabled"] = False
+        if self.precision.layers and self.steps and not self.whole:
+            seen["precision"] = self.precision.seen()
+            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
+        if (channels_last := channels_last_seen(self.network)) is not None:
+            seen["channels_last"] = channels_last
+        return seen

@@ -200,10 +200,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def count_flops(name: str, *, image_size: int = 32) -> tuple[int, int]:
-    """FLOP per image (forward, forward and backward): twice the multiply-adds of convolutions and matrix products.
-
-    Counted on the meta device, since fused attention is not counted on a CPU. Raises ValueError as build_network does.
-    """
+    """FLOP per image, forward and with backward: twice the multiply-adds. Raises ValueError as ``build_network``."""
     with torch.device("meta"):
         network = UNet(_config(name, image_size))
         images, t = torch.empty(1, 3, image_size, image_size), torch.empty(1)

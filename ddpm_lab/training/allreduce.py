@@ -14,10 +14,7 @@ from ddpm_lab.workload import RankContext
 
 
 def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
-    """A step sums ``message_bytes`` of fp32 over all ranks, in equal ``buckets``: options, by default 1 MiB and one.
-
-    Raises ConfigError for options that cannot be run.
-    """
+    """A step sums ``message_bytes`` of fp32 over all ranks in equal ``buckets``. Raises ConfigError for bad options."""
     size, count = _options(config)
     buckets = torch.zeros(size // 4, device=context.device).tensor_split(count)
     one = torch.ones(1, device=context.device)

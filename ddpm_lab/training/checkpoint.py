@@ -141,7 +141,10 @@ def _checked(content: Any) -> Checkpoint:
         raise CheckpointError("it is damaged: its hash does not fit its content")
     sections = {section: {name: tensors[name] for name in shapes} for section, tensors in sections.items()}
     _check_finite(sections, "is not finite")
-    scaler = _scaler(values["scaler"])
+    if (scaler := values["scaler"]) is not None:
+        numbers = (type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in scaler.values())
+        if set(scaler) != set(SCALER) or not all(numbers):
+            raise CheckpointError("its state of gradient scaling is not one")
     return Checkpoint(config=config, step=values["step"], adam_steps=values["adam_steps"], scaler=scaler, **sections)
 
 
@@ -166,15 +169,6 @@ def _check_tensors(section: str, tensors: Any, shapes: Mapping[str, torch.Size],
             )
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.requires_grad:
             raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
-
-
-def _scaler(state: Any) -> dict[str, float] | None:
-    if state is None:
-        return None
-    numbers = (type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in state.values())
-    if set(state) != set(SCALER) or not all(numbers):
-        raise CheckpointError("its state of gradient scaling is not one")
-    return dict(state)
 
 
 def _sha256(text: str, sections: Mapping[str, Tensors]) -> str:

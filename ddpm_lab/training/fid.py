@@ -153,15 +153,6 @@ class Fid(Untrained):
             pixels: Tensor = torch.from_numpy(images[indices[start : start + _BATCH]]).permute(0, 3, 1, 2)
             self.metric.update(pixels.contiguous().to(self.device), real=real)
 
-    def step(self, batch: None) -> float:
-        """Nothing is trained."""
-        del batch
-        return 0.0
-
-    def witness(self) -> dict[str, Any]:
-        """Nothing is trained."""
-        return {"images": 0}
-
 
 fid = Fid
 """The workload, as configurations name it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,43 +15,31 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network, network_seen
+from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
-from ddpm_lab.diffusion.step import Untrained, compile_seen
+from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
+from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.files import replace as write_whole
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
 _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``denoising.py``
 
 
-def sampler_steps(diffusion: Diffusion, sampler: str, steps: int) -> list[Step]:
-    """The steps of "ddim" or "ddpm", first to last. Raises ValueError for a number that the process does not have."""
-    return ddim_steps(diffusion, steps) if sampler == "ddim" else ddpm_steps(diffusion, steps)
+def image_generator(seed: int, number: int) -> torch.Generator:
+    """The generator of an image's noise, from its number and the seed alone; on the CPU, whatever device samples."""
+    state = np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))
 
 
-def image_generators(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
-    """One generator for each image, from its number and the seed alone; on the CPU, whatever device samples."""
-    states = (np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64) for number in numbers)
-    return [torch.Generator().manual_seed(int(state[0])) for state in states]
-
-
-def generate(
-    evaluate: Callable[[Tensor, Tensor], Tensor],
-    steps: Sequence[Step],
-    generators: Sequence[torch.Generator],
-    *,
-    image_size: int,
-    device: torch.device,
-    mark: Callable[[str], None],
-) -> Tensor:
-    """Images (N, 3, S, S) in [-1, 1], one for each generator; ``mark`` is called before each of the steps."""
+def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
+    """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed and size of ``evaluate.config``."""
+    size, device = evaluate.config.image_size, evaluate.device
+    generators = [image_generator(evaluate.config.seed, number) for number in numbers]
     unused = torch.Generator(device)
 
     def noise() -> Tensor:
-        each = [torch.randn(3, image_size, image_size, generator=generator) for generator in generators]
-        return torch.stack(each).to(device)
+        return torch.stack([torch.randn(3, size, size, generator=generator) for generator in generators]).to(device)
 
     x = noise()
     for step in steps:
@@ -64,13 +52,9 @@ def generate(
 
 def write_png(path: Path, images: Tensor) -> None:
     """Write images (N, 3, H, W) in [-1, 1] as one PNG, in a grid if N is above 1; the file is there whole or not."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        Image.fromarray(image_grid(images)).save(partial, format="PNG")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    Image.fromarray(image_grid(images)).save(content, format="PNG")
+    write_whole(path, content.getvalue())
 
 
 def write_grid(paths: Sequence[Path], path: Path) -> None:
@@ -95,19 +79,17 @@ class Generation(Untrained):
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        self.device = torch.device(context.device)
         checkpoint = read(Path(config.option("checkpoint", "")))
-        network = configured_network(config, self.device)
+        network = configured_network(config, torch.device(context.device))
         tensors = checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights
         restore(network, tensors.values())
-        self.evaluate = Inference(network, config, self.device)
-        diffusion = Diffusion(config.diffusion)
-        self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))
+        self.evaluate = Inference(network, config, context.device)
+        walk = SAMPLERS[config.option("sampler", "ddim")]
+        self.sampler = walk(Diffusion(config.diffusion), config.option("steps", 250))
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
-        self.fused_before = kernels.State.uses
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -118,36 +100,16 @@ class Generation(Untrained):
         """Make and write the images of these numbers; nothing is trained, so there is no loss."""
         if not batch:
             return 0.0
-        images = generate(
-            self.evaluate,
-            self.sampler,
-            image_generators(self.config.seed, batch),
-            image_size=self.config.image_size,
-            device=self.device,
-            mark=self.context.mark,
-        ).cpu()
+        images = generate(self.evaluate, self.sampler, batch, self.context.mark).cpu()
         self.context.mark("writing")
         for number, image in zip(batch, images, strict=True):
-            write_png(self.folder / image_name(number), image[None])
+            write_png(self.folder / f"{number:06d}.png", image[None])
         self.images += len(batch)
         return 0.0
 
     def witness(self) -> dict[str, Any]:
         """How many images were made, and how the network ran that made them."""
-        if not self.images:
-            return {"images": 0}
-        return {
-            "images": self.images,
-            "precision": self.evaluate.precision.seen(),
-            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
-            **network_seen(self.evaluate.network),
-            **compile_seen(self.config, self.evaluate.model),
-        }
-
-
-def image_name(number: int) -> str:
-    """File name of an image."""
-    return f"{number:06d}.png"
+        return {"images": self.images, **(self.evaluate.witness() if self.images else {})}
 
 
 generation = Generation

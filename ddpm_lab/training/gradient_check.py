@@ -71,7 +71,10 @@ class GradientCheck(Trainer):
         plain_loss, plain = self._reference(exact, next(exact.batches())) if exact else (math.nan, {})
         self.gradient = []
         scale = self.scaler.get_scale() if self.scaler else 1.0
-        loss = self._over_ranks(self.step(batch))
+        total = self.step(batch).double()
+        if self.context.world_size > 1:
+            dist.all_reduce(total)
+        loss = float(total) / self.context.world_size
         self.compared_images += len(batch.images)
         skipped = self.scaler is not None and self.scaler.get_scale() < scale
         apart = self._between_ranks()
@@ -113,10 +116,7 @@ class GradientCheck(Trainer):
         return float(loss.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
 
     def _between_ranks(self) -> float | None:
-        """How far a rank's gradient is from rank 0's, where it is farthest; None where one is no number.
-
-        Every rank has to ask, also one that has skipped its step: without exchange others may not have.
-        """
+        """The largest distance of a rank's gradient from rank 0's; None if one is no number. Every rank has to ask."""
         if self.context.world_size == 1:
             return 0.0
         mine = torch.cat([g.reshape(-1) for g in self.gradient or [torch.zeros_like(p) for p in self.parameters]])
@@ -126,13 +126,6 @@ class GradientCheck(Trainer):
         error = torch.where(error.isfinite(), error, torch.inf)
         dist.all_reduce(error, dist.ReduceOp.MAX)
         return float(error) if error.isfinite() else None
-
-    def _over_ranks(self, loss: Tensor) -> float:
-        """The mean of ``loss`` over ranks, which every rank has to ask for."""
-        total = loss.double()
-        if self.context.world_size > 1:
-            dist.all_reduce(total)
-        return float(total) / self.context.world_size
 
 
 def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -19,14 +19,11 @@ from ddpm_lab.data.loaders import Loader, dataset_loader
 from ddpm_lab.diffusion.step import LoaderAlone, LossStep, adam, adam_seen, allow_tf32
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
-_HELD_OUT_SEED = 20_061_968
+HELD_OUT_SEED = 20_061_968
 
 
 def own(config: RunConfig, context: RankContext) -> Any:
-    """What the function of the option ``make`` returns: a ``Training`` as a workload, anything that steps as it is.
-
-    Raises TypeError, with the function's place, for what is neither.
-    """
+    """What the option ``make`` returns: a ``Training`` as a workload, or what steps as it is; else raises TypeError."""
     made, maker = _made(config, context)
     if isinstance(made, Training):
         return OwnTraining(config, context, made, maker)
@@ -62,9 +59,8 @@ class OwnFeed:
     """A rank's batches of the user's data, and what was consumed of them."""
 
     def __init__(self, config: RunConfig, context: RankContext, made: Training, name: str) -> None:
-        self.name, self.images = name, 0
+        self.name, self.images, self.sample = name, 0, "varies"
         self.samples: int | None = None
-        self.sample = "varies"
         self._indices = hashlib.sha256()
         self.loader: Loader | Iterator[Any]
         data = made.data
@@ -76,12 +72,9 @@ class OwnFeed:
             raise ValueError(f"{name}: data holds no sample")
         first, again = (described(data[0]) for _ in range(2))
         self.sample = first if first == again else "varies"
-        plan = Plan(
-            stream=EpochStream(np.arange(self.samples), config.seed, flip=False),
-            global_batch_size=config.global_batch_size,
-            rank=context.rank,
-            world_size=context.world_size,
-        )
+        stream = EpochStream(np.arange(self.samples), config.seed, flip=False)
+        share = {"global_batch_size": config.global_batch_size, "rank": context.rank, "world_size": context.world_size}
+        plan = Plan(stream=stream, **share)
         self._drawn = plan.draws()
         self.loader = dataset_loader(
             data,
@@ -116,25 +109,21 @@ class OwnFeed:
             self.loader.close()
 
 
-class OwnTraining:
+class OwnTraining(LossStep):
     """One rank of the user's training."""
 
     def __init__(self, config: RunConfig, context: RankContext, made: Training, maker: Any) -> None:
-        self.config, self.context, self.made = config, context, made
-        self.name = named(config.work_name, maker)
-        self.maker = place_of(maker)
+        self.made, self.name, self.maker = made, named(config.work_name, maker), place_of(maker)
         self.place = place_of(made.step or made.loss) or self.maker
         self._check()
-        self.device = torch.device(context.device)
         self.data = OwnFeed(config, context, made, self.name)
-        network = made.model.to(self.device)
-        self.optimizer = made.optimizer or adam([p for p in network.parameters() if p.requires_grad], config.optimizer)
+        network = made.model.to(torch.device(context.device))
+        optimizer = made.optimizer or adam([p for p in network.parameters() if p.requires_grad], config.optimizer)
         # Batches of several sizes are trained at several learning rates; of the user's own only their ratio is known.
         ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
-        for group in self.optimizer.param_groups if made.optimizer and ratio != 1 else ():
+        for group in optimizer.param_groups if made.optimizer and ratio != 1 else ():
             group["lr"] *= ratio
-        whole = self._step if made.step else None
-        self.training = LossStep(config, context, network, self._loss, self.optimizer, whole=whole)
+        super().__init__(config, context, network, self._loss, optimizer, whole=self._step if made.step else None)
         # Equal weights on every rank, and noise of its own on each.
         _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
 
@@ -180,24 +169,18 @@ class OwnTraining:
             f"the batch, {kind}"
         )
 
-    def batches(self) -> Iterator[Any]:
-        """Endless batches of this rank's share."""
-        return iter(self.data.loader)
-
     def step(self, batch: Any) -> Tensor:
         """One optimizer step; returns this rank's loss."""
         self.data.note(batch)
-        self.context.mark("copy")
-        return self.training.step(moved(batch, self.device, channels_last=self.config.channels_last))
+        self.mark("copy")
+        return super().step(moved(batch, self.device, channels_last=self.config.channels_last))
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and what the user's training offers."""
         offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
         seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
-        seen |= {"maker": self.maker, "place": self.place}
-        if self.made.optimizer is None:
-            seen["adam"] = adam_seen(self.optimizer)
-        return {**seen, **self.training.witness(), **self.data.witness()}
+        seen |= {"maker": self.maker, "place": self.place, **super().witness(), **self.data.witness()}
+        return seen if self.made.optimizer else {**seen, "adam": adam_seen(self.optimizer)}
 
     @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
@@ -205,28 +188,15 @@ class OwnTraining:
         del draws  # how much is looked at is the user's affair
         if self.context.rank or self.made.held_out_loss is None:
             return None
-        network = self.training.network
-        training = network.training
-        network.eval()
+        training = self.network.training
+        self.network.eval()
         allow_tf32(False)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(_HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
-            loss = float(self.made.held_out_loss(network))
+            torch.manual_seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
+            loss = float(self.made.held_out_loss(self.network))
         allow_tf32(self.config.precision == "tf32")
-        network.train(training)
-        return {"step": self.training.steps, "loss": loss}
-
-    @torch.no_grad()
-    def weights_sha256(self) -> str:
-        """Hash of the weights: equal on every rank, and between runs that learn the same to the last bit."""
-        found = hashlib.sha256()
-        for weight in self.training.parameters:
-            found.update(weight.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
-
-    def close(self) -> None:
-        """Stop the loader workers."""
-        self.data.close()
+        self.network.train(training)
+        return {"step": self.steps, "loss": loss}
 
 
 def _endless(data: Any, name: str) -> Iterator[Any]:

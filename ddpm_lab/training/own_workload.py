@@ -51,10 +51,7 @@ def check_name(question: str, name: object) -> None:
 
 
 def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | None = None) -> CodeVersion:
-    """The code that ranks run for configurations, those of a revision in its ``tree``.
-
-    Of a workload that lies outside of the lab a rank tells it, after one step. Raises ConfigError where that fails.
-    """
+    """The code that ranks run, in ``tree`` for a revision's. Raises ConfigError where a rank cannot tell it."""
     modules: dict[str, str] = {}
     libraries: set[str] = set()
     for config in {config.sources: config for config in configs}.values():
@@ -68,10 +65,7 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
 
 
 def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
-    """Build a configuration's workload and do one step: what its first rank says of itself, and what it loaded.
-
-    Raises ConfigError where that fails, or where it ran other than its label says.
-    """
+    """What a workload's first rank says after one step, and what it loaded. Raises ConfigError if it fails."""
     name = config.sources[-1]
     instrument.progress(f"looking at {name}")
     limit = instrument.limits.build_seconds

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,20 +33,13 @@ _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
 
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
-    """The trainer of denoising-diffusion-pytorch; the option flash_attention is one of its network's.
-
-    Raises Unsupported where it is not installed, or has no such network.
-    """
+    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it, or such a network, is not there."""
     theirs, average_of = _installed("denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "ema_pytorch")
     shape = _shape("denoising-diffusion-pytorch", config, ("seed", "s000"))
-
-    def unet(flash: bool = False) -> nn.Module:
-        made: nn.Module = theirs.Unet(dim=shape.width, dim_mults=shape.multipliers, flash_attn=flash)
-        return made
-
+    unet = partial(theirs.Unet, dim=shape.width, dim_mults=shape.multipliers)
     torch.manual_seed(config.seed)
     diffusion = theirs.GaussianDiffusion(
-        unet(flash=config.option(FLASH_ATTENTION, False)),
+        unet(flash_attn=config.option(FLASH_ATTENTION, False)),
         image_size=config.image_size,
         timesteps=config.diffusion.timesteps,
         objective="pred_noise",
@@ -58,15 +52,12 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer
         diffusion, beta=optimizer.ema_decay, update_every=optimizer.ema_every, use_foreach=optimizer.ema == "foreach"
     )
 
-    def loss(model: Callable[..., Any], images: Tensor) -> Tensor:
-        value: Tensor = model(images)
-        return value
-
     def seen() -> dict[str, Any]:
         flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
         return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    return Peer(config, context, diffusion, unet, loss, update=average.update, seen=seen)
+    step = {"update": average.update, "seen": seen}
+    return Peer(config, context, diffusion, unet, lambda model, images: model(images), **step)
 
 
 def diffusers(config: RunConfig, context: RankContext) -> Peer:
@@ -78,20 +69,18 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
     # levels whose width is doubled once.
     widths = tuple(width * m for m in shape.multipliers) if shape.family == "ddpm" else (width, *(3 * [2 * width]))
 
-    def unet() -> nn.Module:
-        made: nn.Module = theirs.UNet2DModel(
-            sample_size=config.image_size,
-            block_out_channels=widths,
-            layers_per_block=2,
-            norm_num_groups=shape.groups,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=None,
-            freq_shift=1,
-            flip_sin_to_cos=False,
-        )
-        return made
-
+    unet = partial(
+        theirs.UNet2DModel,
+        sample_size=config.image_size,
+        block_out_channels=widths,
+        layers_per_block=2,
+        norm_num_groups=shape.groups,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=None,
+        freq_shift=1,
+        flip_sin_to_cos=False,
+    )
     torch.manual_seed(config.seed)
     network = unet()
     _place(network, config, context)
@@ -110,10 +99,8 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
         noisy = scheduler.add_noise(images, noise, t)
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
-    def seen() -> dict[str, Any]:
-        return {"ema": "foreach" if average.foreach else "loop"}
-
-    return Peer(config, context, network, unet, loss, update=update, seen=seen)
+    ema = {True: "foreach", False: "loop"}
+    return Peer(config, context, network, unet, loss, update=update, seen=lambda: {"ema": ema[average.foreach]})
 
 
 def _installed(name: str, *modules: str) -> list[Any]:
@@ -134,16 +121,13 @@ def _shape(name: str, config: RunConfig, networks: tuple[str, ...]) -> UNetConfi
 
 
 def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
-    """Put a network where it runs, in its memory format, before a project copies it for its average of the weights.
-
-    Weights and averages in two formats could not be averaged in one call.
-    """
+    """Put a network where it runs, in its memory format, before its averages are copied: theirs has to be the same."""
     network.to(context.device)
     if config.channels_last:
         network.to(memory_format=torch.channels_last)
 
 
-class Peer:
+class Peer(LossStep):
     """One rank of a peer's training run.
 
     ``unet`` makes the network once more, for counting; ``loss(model, images)`` takes images in [-1, 1]; ``update``
@@ -161,28 +145,21 @@ class Peer:
         update: Callable[[], None],
         seen: Callable[[], dict[str, Any]],
     ) -> None:
-        self.config, self.mark, self.unet, self.seen = config, context.mark, unet, seen
-        self.device = torch.device(context.device)
-        self.data = Feed(config, context)
-        self.optimizer = adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
-        how: dict[str, Any] = {"clip_norm": config.optimizer.clip_norm, "update": update}
-        self.training = LossStep(config, context, model, loss, self.optimizer, **how)
-
-    def batches(self) -> Iterator[Batch]:
-        """Endless batches, the same as the lab's own trainer has."""
-        return iter(self.data.loader)
+        self.unet, self.seen, self.data = unet, seen, Feed(config, context)
+        optimizer = adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
+        super().__init__(config, context, model, loss, optimizer, update=update)
 
     def step(self, batch: Batch) -> Tensor:
         """One optimizer step; returns the loss, still on the device."""
         self.data.note(batch)
         self.mark("copy")
         images = batch.images.to(self.device, non_blocking=True)
-        return self.training.step(images if self.config.channels_last else images.contiguous())
+        return super().step(images if self.config.channels_last else images.contiguous())
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
         own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
-        return {**self.training.witness(), **own, **self.seen(), **self.data.witness()}
+        return {**super().witness(), **own, **self.seen(), **self.data.witness()}
 
     def _count_flop(self) -> int:
         """FLOP of forward and backward for one image, counted on the meta device."""
@@ -193,7 +170,3 @@ class Peer:
             output = network(images, t)
             getattr(output, "sample", output).sum().backward()
         return int(counter.get_total_flops())
-
-    def close(self) -> None:
-        """Stop the loader workers."""
-        self.data.loader.close()

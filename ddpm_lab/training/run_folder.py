@@ -58,8 +58,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            sentence = f"another run works in {self.path}: wait for it, or choose another --output-dir"
-            raise ConfigError(sentence) from None
+            said = f"another run works in {self.path}: wait for it, or choose another --output-dir"
+            raise ConfigError(said) from None
         except OSError:  # a file system without locks
             pass
         for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
@@ -92,14 +92,16 @@ class RunFolder:
         if config.world_size == 1:
             del values["exchange"]
         said = f"# {' '.join(why.split())}\n" if why else ""
-        _replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
+        with writing(self.path / SETTINGS, RunFailed):
+            replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
 
     def open_logs(self, step: int) -> None:
         """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
-        rows = list(logged(self.path, step))
-        for name, text in zip((LOG, TABLE), _texts(rows, header=True), strict=True):
-            _replace(self.path / name, text)
-        self._files = [(self.path / name).open("a") for name in (LOG, TABLE)]
+        texts = _texts(list(logged(self.path, step)), header=True)
+        with writing(self.path, RunFailed):
+            for name, text in zip((LOG, TABLE), texts, strict=True):
+                replace(self.path / name, text)
+                self._files.append((self.path / name).open("a"))
 
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows to both logs. Raises RunFailed if they cannot be written."""
@@ -128,10 +130,7 @@ def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
 
 
 def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
-    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
-
-    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
-    """
+    """Steps in a run's log, the seconds that these alone took, and the lowest held-out loss (None: never measured)."""
     rows = list(logged(folder))
     seconds = sum(global_batch_size / rate for row in rows if (rate := row.get("images_per_second")))
     return len(rows), seconds, min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
@@ -167,8 +166,3 @@ def _texts(rows: Sequence[dict[str, Any]], *, header: bool = False) -> tuple[str
         writer.writeheader()
     writer.writerows(rows)
     return "".join(f"{json.dumps(row)}\n" for row in rows), table.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    with writing(path, RunFailed):
-        replace(path, text)

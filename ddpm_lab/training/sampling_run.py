@@ -34,8 +34,6 @@ from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
 
 GENERATION = "ddpm_lab.training.generation:generation"
-SAMPLERS = ("ddim", "ddpm")
-WEIGHTS = ("ema", "trained")
 SETTINGS = "sampling.json"
 SILENCE_SECONDS = 600.0
 PNG_END = b"IEND\xaeB`\x82"
@@ -47,10 +45,10 @@ MOST_IMAGES = 1_000_000
 class Sampling:
     """What decides the images, beside the checkpoint."""
 
-    sampler: Annotated[str, Opt("sampler", choices=SAMPLERS)] = "ddim"
+    sampler: Annotated[str, Opt("sampler", choices=("ddim", "ddpm"))] = "ddim"
     steps: Annotated[int, Opt("denoising steps", least=1)] = 250
     seed: Annotated[int, Opt("with an image's number, its noise", least=0)] = 0
-    weights: Annotated[str, Opt("averaged or last weights", choices=WEIGHTS)] = "ema"
+    weights: Annotated[str, Opt("averaged or last weights", choices=("ema", "trained"))] = "ema"
     precision: Annotated[str, Opt("number format", choices=PRECISIONS)] = "fp32"
     compile: Annotated[str, Opt("torch.compile", choices=COMPILE)] = "off"
 
@@ -112,13 +110,8 @@ def _plan(
         raise ConfigError(
             f"steps is {sampling.steps}: give at most the {trained.diffusion.timesteps} timesteps of the process"
         )
-    options = {
-        "checkpoint": str(checkpoint.absolute()),
-        "weights": sampling.weights,
-        "sampler": sampling.sampler,
-        "steps": sampling.steps,
-        "folder": str(folder.absolute()),
-    }
+    options = {"checkpoint": str(checkpoint.absolute()), "folder": str(folder.absolute())}
+    options |= {name: getattr(sampling, name) for name in ("weights", "sampler", "steps")}
     config = RunConfig(
         workload=GENERATION,
         precision=sampling.precision,

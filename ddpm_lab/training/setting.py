@@ -32,10 +32,7 @@ Workers = Annotated[int | None, Opt("worker processes that decode files while th
 
 
 def usual_settings(device: str) -> dict[str, Any]:
-    """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32 on its kind.
-
-    Notebook 07 measures what each is worth on a machine; ``recommend`` searches for the best combination.
-    """
+    """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32."""
     if device == "cuda":
         capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
         # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
@@ -60,10 +57,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A training of the user's, as it was when it was tried: its name, and what identifies it beside its code.
-
-    ``offers`` are some of training, dataset, loss and held_out_loss; a loop that only yields offers none.
-    """
+    """A training of the user's as it was tried; ``offers`` are some of training, dataset, loss and held_out_loss."""
 
     name: str
     place: str = ""

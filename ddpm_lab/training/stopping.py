@@ -42,8 +42,7 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGTERM and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
             return
         self._seen, self._noted = number, time.monotonic()

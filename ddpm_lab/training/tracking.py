@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data.folder import Progress
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.record import Environment
@@ -56,7 +57,7 @@ class Tracker:
         say: called with one sentence, at the first failure or else at the end.
     """
 
-    def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Callable[[str], None]) -> None:
+    def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Progress) -> None:
         self._online, self._folder, self._key, self._name, self._say = kind == "comet", folder, key, name, say
         self._calls: queue.Queue[tuple[str, tuple[Any, ...], dict[str, Any]] | None] = queue.Queue(WAITING)
         self._dropped, self._failed, self._url = 0, False, ""
@@ -110,10 +111,7 @@ class Tracker:
             self._fail(reason)
 
     def _open(self, errors: logging.Handler) -> Any:
-        """Import comet_ml and open the experiment, with everything off that it collects by itself.
-
-        Its hook at exit acts only in the thread that opened the experiment, so an exit never waits for it.
-        """
+        """Import comet_ml and open the experiment, with everything off that it collects by itself."""
         os.environ.update(ENVIRONMENT)
         hook = sys.excepthook
         import comet_ml  # noqa: PLC0415 - optional, and reads the environment when imported
@@ -164,15 +162,8 @@ def settings(config: RunConfig) -> dict[str, Any]:
 class TrackedTraining:
     """Log a training run that goes on after ``step`` steps, to the experiment that its folder names."""
 
-    def __init__(
-        self,
-        kind: str,
-        folder: Path,
-        config: RunConfig,
-        *,
-        schedule: Mapping[str, int],
-        step: int,
-        say: Callable[[str], None],
+    def __init__(  # noqa: PLR0917 - what ``train`` has prepared
+        self, kind: str, folder: Path, config: RunConfig, schedule: Mapping[str, int], step: int, say: Progress
     ) -> None:
         self._tracker = Tracker(kind, folder / "comet", _key_of(folder), name=name_of(config), say=say)
         self._tracker.call("log_parameters", settings(config) | {f"train.{k}": value for k, value in schedule.items()})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,20 +16,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.network import compile_stages, configured_network, forward_once, network_seen
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.step import (
-    Feed,
-    LoaderAlone,
-    PrecisionWatch,
-    adam,
-    adam_seen,
-    allow_tf32,
-    autocast,
-    compile_seen,
-    descend,
-    distributed,
-    exchange_seen,
-    require,
-)
+from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, autocast
 from ddpm_lab.workload import RankContext
 
 PLAIN: dict[str, Any] = {
@@ -46,52 +31,37 @@ def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
     return LoaderAlone(Feed(config, context))
 
 
-class Trainer:
+class Trainer(Step):
     """One rank of a training run.
 
     Timesteps and noise are drawn outside the network, per global sample, so that precision, compilation, world size and
     loader change nothing of what is learned from.
     """
 
+    network: Any
+    optimizer: torch.optim.Adam
+
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
-        require(config)
-        self.config, self.context = config, context
-        self.device = torch.device(context.device)
+        device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.data = Feed(config, context, start_step=start_step)
-        self.diffusion = Diffusion(config.diffusion).to(self.device)
-        allow_tf32(config.precision == "tf32")
+        self.diffusion = Diffusion(config.diffusion).to(device)
         torch.manual_seed(config.seed)  # the same initial weights on every rank
-        self.network = configured_network(config, self.device)
-        self.ema = copy.deepcopy(self.network).requires_grad_(False)
-        self.parameters = list(self.network.parameters())
+        network = configured_network(config, device)
+        self.ema = copy.deepcopy(network).requires_grad_(False)
+        if config.compile == "regional":
+            compile_stages(network, config.compile_mode)
+        # A function with annotations as text would be refused: DDP compares them with types.
+        hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
+        how: dict[str, Any] = {"watch": config.compile == "off", "hook": hook}
+        run = partial(forward_once, network, config, device)
+        super().__init__(config, context, network, adam(network.parameters(), config.optimizer), run, **how)
         self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
-        self.optimizer = adam(self.parameters, config.optimizer)
-        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        if config.compile == "regional":
-            compile_stages(self.network, config.compile_mode)
-        self.model: Callable[[Tensor, Tensor], Tensor] = self.network
-        self.ddp = distributed(self.network, config, context)
-        if self.ddp:
-            # A function with annotations as text would be refused: DDP compares them with types.
-            hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
-            context.watch(self.ddp, hook)
-            self.model = self.ddp
-        if config.compile == "whole":
-            self.model = torch.compile(self.model, mode=config.compile_mode)
         self.steps = start_step
         self.losses_read = start_step if config.read_loss else 0
         self.fused_before = kernels.State.uses
-        self.ema_seen: str | None = None
-        self.warmup_seen: bool | None = None
-        self.hook_seen = "none"
-        once = partial(forward_once, self.network, config, self.device)
-        self.precision = PrecisionWatch(self.network, self.device, eager=config.compile == "off", run=once)
-
-    def batches(self) -> Iterator[Batch]:
-        """Endless batches of this rank's share."""
-        return iter(self.data.loader)
+        self.seen: dict[str, Any] = {}
 
     def loss(self, batch: Batch, part: slice) -> Tensor:
         """Mean loss of the images ``part`` of this rank's share, on the device."""
@@ -132,11 +102,11 @@ class Trainer:
                 scaled.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         mark("optimizer")
-        descend(self.optimizer, self.parameters, self.scaler, self.config.optimizer.clip_norm)
+        self.descend()
         self.steps += 1
         if self.steps % self.config.optimizer.ema_every == 0:
             mark("ema")
-            self.update_ema()
+            self._average()
         assert total is not None
         if self.config.read_loss:
             total.item()
@@ -149,58 +119,40 @@ class Trainer:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: PLC0415
 
         hook = getattr(default_hooks, f"{self.config.exchange.hook}_compress_hook")
-        self.hook_seen = hook.__name__.removesuffix("_compress_hook")
+        self.seen["exchange_hook"] = hook.__name__.removesuffix("_compress_hook")
         return hook(None, bucket)
 
     @torch.no_grad()
-    def update_ema(self) -> None:
+    def _average(self) -> None:
         """Move the averaged weights towards the trained ones: ema <- decay ema + (1 - decay) weights."""
-        update = self.steps // self.config.optimizer.ema_every
-        decay = self.config.optimizer.decay_at(update)
+        optimizer = self.config.optimizer
+        update = self.steps // optimizer.ema_every
+        decay = optimizer.decay_at(update)
         if update == 1:  # later ones may have reached the decay that was asked for
-            self.warmup_seen = decay < self.config.optimizer.ema_decay
-        self.ema_seen = self.config.optimizer.ema
-        if self.ema_seen == "foreach":
+            self.seen["ema_warmup"] = decay < optimizer.ema_decay
+        self.seen["ema"] = optimizer.ema
+        if optimizer.ema == "foreach":
             torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
             return
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.copy_(average * decay + weight * (1 - decay))
 
-    @torch.no_grad()
-    def weights_sha256(self) -> str:
-        """Hash of weights and averages: equal on every rank, and between runs that learn the same to the last bit."""
-        found = hashlib.sha256()
-        for weight in (*self.weights, *self.averages):
-            found.update(weight.contiguous().cpu().numpy().tobytes())
-        return found.hexdigest()[:16]
-
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
-        seen: dict[str, Any] = {
+        seen = {
             "precision": self.precision.seen(),
             "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
-            "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
             "adam": adam_seen(self.optimizer),
-            **compile_seen(self.config, self.model),
+            **super().witness(),
             **network_seen(self.network),
-            **exchange_seen(self.ddp, self.context),
             **self.data.witness(),
         }
         if self.steps:
             seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
-            seen["read_loss"] = self.losses_read == self.steps
-        if self.ema_seen:
-            seen["ema"] = self.ema_seen
-        if self.warmup_seen is not None:
-            seen["ema_warmup"] = self.warmup_seen
-        if self.ddp and self.steps:
-            seen["exchange_hook"] = self.hook_seen
-        return seen
-
-    def close(self) -> None:
-        """Stop the loader workers."""
-        self.data.loader.close()
+            if self.ddp:
+                seen["exchange_hook"] = "none"
+        return {**seen, **self.seen}
 
 
 ddpm = Trainer

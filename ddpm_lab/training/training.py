@@ -13,24 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.packed import PackedImages
 from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
-from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.sampling import image_grid
+from ddpm_lab.diffusion.sampling import ddim_steps, image_grid
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
-from ddpm_lab.training.generation import generate, image_generators, restore, sampler_steps, write_png
+from ddpm_lab.training.generation import generate, restore, write_png
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
-_DRAWN = 64
-"""Images that are drawn at once."""
 STRATA = 10
-_SEED, _CHUNK = 20_061_968, 64
+_SEED, _AT_ONCE = 20_061_968, 64
 
 
 def training(config: RunConfig, context: RankContext) -> Training:
@@ -97,32 +93,55 @@ class Training(Trainer):
         torch.set_num_threads(count)
 
     def samples(self, *, path: str, count: int, steps: int) -> str | None:
-        """Write a grid of the first ``count`` images of the averaged weights by DDIM, on rank 0.
+        """Write a grid of images of the averaged weights by DDIM, on rank 0; returns a sentence if that fails."""
+        if self.context.rank:
+            return None
+        images = self._drawn(range(count), min(steps, self.diffusion.timesteps))
+        return _failure(path, lambda: write_png(Path(path), images))
 
-        They come from the same noise each time. Returns one sentence if they cannot be written.
+    @torch.no_grad()
+    def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
+        """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0.
+
+        The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are
+        stratified; images take turns in a fixed random order. Timesteps, noise and images are functions of the data and
+        ``draws`` alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
+
+        Raises:
+            ConfigError: nothing is held out of the data.
         """
         if self.context.rank:
             return None
-        eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
-        images = self._generate(self.ema, eager, range(count), min(steps, self.diffusion.timesteps)).cpu()
-        return _failure(path, lambda: write_png(Path(path), images))
-
-    def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
-        """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
-        if self.context.rank:
-            return None
+        packed, diffusion = self.data.packed, self.diffusion
+        if not (images := len(packed.held_out_indices)):
+            raise ConfigError(f"{packed.dest} holds no image out of training: prepare it with a held-out part")
         network, _ = self._plain()
         allow_tf32(False)
-        loss, by_time = held_out_loss(network, self.data.packed, self.diffusion, self.device, draws=draws)
+        generator = torch.Generator().manual_seed(_SEED)
+        order = torch.randperm(images, generator=generator)
+        within = torch.rand(draws, generator=generator, dtype=torch.float64)
+        t = ((torch.arange(draws, dtype=torch.float64) + within) / draws * diffusion.timesteps).long()
+        t = t.clamp_(max=diffusion.timesteps - 1)
+        losses: list[Tensor] = []
+        for start in range(0, draws, _AT_ONCE):
+            part = torch.arange(start, min(start + _AT_ONCE, draws))
+            pixels = packed.images[packed.held_out_indices[order[part % images].numpy()]]
+            x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.device, torch.float32).div_(127.5).sub_(1)
+            noise = torch.randn(x0.shape, generator=generator).to(self.device)
+            times = t[part].to(self.device)
+            prediction = network(diffusion.q_sample(x0, times, noise), times)
+            losses.append(diffusion.prediction_loss(prediction, x0, times, noise).double().cpu())
         allow_tf32(self.config.precision == "tf32")
-        return {"step": self.steps, "loss": loss, "by_time": by_time}
+        each, strata = torch.cat(losses), t * STRATA // diffusion.timesteps
+        by_time = [float(each[strata == s].mean()) for s in range(STRATA)]
+        return {"step": self.steps, "loss": float(each.mean()), "by_time": by_time}
 
     def draw_png(self, *, count: int, steps: int) -> str | None:
         """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""
         if self.context.rank:
             return None
         stream = io.BytesIO()
-        row = np.concatenate(list(self._drawn(range(count), steps)), axis=1)
+        row = np.concatenate(_pixels(self._drawn(range(count), steps)), axis=1)
         Image.fromarray(row).save(stream, format="PNG", optimize=True)
         return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
 
@@ -130,8 +149,8 @@ class Training(Trainer):
         """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
         if self.context.rank:
             return
-        parts = [range(start, min(start + _DRAWN, count)) for start in range(0, count, _DRAWN)]
-        np.save(path, np.concatenate([self._drawn(part, steps) for part in parts]))
+        parts = [range(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE)]
+        np.save(path, np.concatenate([_pixels(self._drawn(part, steps)) for part in parts]))
 
     def _plain(self) -> tuple[AnyUNet, RunConfig]:
         """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
@@ -140,68 +159,23 @@ class Training(Trainer):
         restore(network, self.averages)
         return network, config
 
-    def _drawn(self, numbers: range, steps: int) -> npt.NDArray[np.uint8]:
-        """Images (N, S, S, 3) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
-        images = self._generate(*self._plain(), numbers, steps)
+    def _drawn(self, numbers: range, steps: int) -> Tensor:
+        """Images (N, 3, S, S) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
+        evaluate = Inference(*self._plain(), self.device)
+        images = generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
         allow_tf32(self.config.precision == "tf32")
-        return np.stack([image_grid(image[None]) for image in images])
+        return images.cpu()
 
-    def _generate(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
-        """Images (N, 3, S, S) of these numbers by DDIM."""
-        return generate(
-            Inference(network, config, self.device),
-            sampler_steps(self.diffusion, "ddim", steps),
-            image_generators(self.config.seed, numbers),
-            image_size=self.config.image_size,
-            device=self.device,
-            mark=self.context.mark,
-        )
+
+def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
+    """Images (N, S, S, 3) of 8 bits."""
+    return np.stack([image_grid(image[None]) for image in images])
 
 
 def _failure(path: str, do: Callable[[], None]) -> str | None:
     """One sentence where what is done cannot be written to ``path``."""
     try:
         do()
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"cannot write {path}: {error.strerror or error}"
+    except (CheckpointError, OSError) as error:
+        return str(error) if isinstance(error, CheckpointError) else f"cannot write {path}: {error.strerror or error}"
     return None
-
-
-@torch.no_grad()
-def held_out_loss(
-    network: nn.Module, packed: PackedImages, diffusion: Diffusion, device: torch.device, *, draws: int
-) -> tuple[float, list[float]]:
-    """Mean loss over ``draws`` draws, and the means of ten equal ranges of timesteps from 0 to T - 1.
-
-    The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are stratified;
-    images take turns in a fixed random order. Timesteps, noise and images are functions of the data and ``draws``
-    alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
-
-    Raises:
-        ConfigError: nothing is held out of the data.
-    """
-    held_out = packed.held_out_indices
-    if not len(held_out):
-        raise ConfigError(f"{packed.dest} holds no image out of training: prepare it with a held-out part")
-    generator = torch.Generator().manual_seed(_SEED)
-    order = torch.randperm(len(held_out), generator=generator)
-    within = torch.rand(draws, generator=generator, dtype=torch.float64)
-    t = ((torch.arange(draws, dtype=torch.float64) + within) / draws * diffusion.timesteps).long()
-    t = t.clamp_(max=diffusion.timesteps - 1)
-    losses: list[Tensor] = []
-    training = network.training
-    network.eval()
-    for start in range(0, draws, _CHUNK):
-        part = torch.arange(start, min(start + _CHUNK, draws))
-        pixels = packed.images[held_out[order[part % len(held_out)].numpy()]]
-        x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device, torch.float32).div_(127.5).sub_(1)
-        noise = torch.randn(x0.shape, generator=generator).to(device)
-        times = t[part].to(device)
-        prediction = network(diffusion.q_sample(x0, times, noise), times)
-        losses.append(diffusion.prediction_loss(prediction, x0, times, noise).double().cpu())
-    network.train(training)
-    each = torch.cat(losses)
-    strata = t * STRATA // diffusion.timesteps
-    return float(each.mean()), [float(each[strata == s].mean()) for s in range(STRATA)]

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DEVICES, TRAINING, RunConfig
@@ -28,9 +28,6 @@ from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpo
 from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.training.stopping import Stop, without_sigterm
 from ddpm_lab.training.tracking import TrackedTraining
-
-if TYPE_CHECKING:
-    from ddpm_lab.training.checkpoint import Checkpoint
 
 CHUNK_SECONDS = 1.0
 SILENCE_SECONDS = 600.0
@@ -160,17 +157,16 @@ def _check_machine(config: RunConfig, place: str) -> None:
         check_cores(name, getattr(config, name), cores, config.node_size)
 
 
-def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+def _differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Settings that decide what is learned and differ, as ``name is A, and was B``."""
     found = []
     for name, (mine, other) in ours.differences(theirs).items():
-        if name == "optimizer":
-            found += [(f"{name}.{key}", mine[key], other[key]) for key in LEARNED_BY]
-        elif isinstance(mine, dict) and name in LEARNED:
-            found += [(f"{name}.{key}", mine[key], other[key]) for key in mine]
+        if name in ("optimizer", "diffusion"):
+            inner = LEARNED_BY if name == "optimizer" else mine
+            found += [(f"{name}.{key}", mine[key], other[key]) for key in inner if mine[key] != other[key]]
         elif name in LEARNED:
             found.append((name, mine, other))
-    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in found if mine != other]
+    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in found]
 
 
 def train(
@@ -206,24 +202,20 @@ def train(
         run.open_logs(step)
         times = dataclasses.asdict(schedule)
         run.write_settings(config, times, why)
-        tracked = None
+        how: dict[str, Any] = {"schedule": schedule, "run": run, "stop": stop, "progress": progress, "tracked": None}
         if tracker:
-            how: dict[str, Any] = {"schedule": times, "step": step, "say": progress.done}
-            tracked = stack.enter_context(TrackedTraining(tracker, folder, config, **how))
-        return _Run(config, schedule, run, stop, progress, tracked).train(step, threads)
+            logging = TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done)
+            how["tracked"] = stack.enter_context(logging)
+        return _Run(config=config, threads=threads, step=step, saved=step, **how).train()
 
 
 def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path, int] | None:
-    """The newest readable checkpoint and its step; newer ones are set aside. None where there is no checkpoint.
-
-    Raises ConfigError if none can be read, or if the run learned something else.
-    """
+    """The newest readable checkpoint and its step; newer ones are set aside. Raises ConfigError if none can be used."""
     paths, refused = checkpoints_in(run.checkpoints), list[str]()
     if not paths:
         return None
     from ddpm_lab.training.checkpoint import CheckpointError, read  # noqa: PLC0415 - torch only where one is read
 
-    start: Checkpoint | None = None
     for path in paths:
         try:
             start = read(path)
@@ -231,49 +223,47 @@ def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path,
         except CheckpointError as error:
             progress.done(str(error))
             refused.append(str(error))
-    if start is None:
+    else:
         raise ConfigError(
             f"no checkpoint in {run.checkpoints} can be read: move them away to begin anew (the newest: {refused[0]})"
         )
-    if unlike := differences(config, start.config):
+    if unlike := _differences(config, start.config):
         raise ConfigError(
             f"{run.path} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
             f"--config {run.path / SETTINGS}, or another --output-dir"
         )
     run.set_aside(paths[: len(refused)])
-    return paths[len(refused)], start.step
+    return path, start.step
 
 
+@dataclass(slots=True, kw_only=True)
 class _Run:
     """A run while it trains."""
 
-    def __init__(  # noqa: PLR0917 - what ``train`` has prepared
-        self,
-        config: RunConfig,
-        schedule: Schedule,
-        run: RunFolder,
-        stop: Stop,
-        progress: Progress,
-        tracked: TrackedTraining | None,
-    ) -> None:
-        self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
-        self.tracked = tracked
-        self.step = self.saved = self.chunks = self.threads = 0
-        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
-        chosen = config.device == "cpu" and not config.threads and current() is None
-        self.watch = CoreWatch() if chosen else None
-        self.step_seconds = math.inf
-        self.loss: float | None = None
-        self.held_out: float | None = None
+    config: RunConfig
+    schedule: Schedule
+    run: RunFolder
+    stop: Stop
+    progress: Progress
+    tracked: TrackedTraining | None
+    threads: int
+    step: int
+    saved: int
+    chunks: int = 0
+    watch: CoreWatch | None = None
+    step_seconds: float = math.inf
+    loss: float | None = None
+    held_out: float | None = None
 
-    def train(self, step: int, threads: int) -> Outcome:
-        """Start the ranks and train on after ``step``."""
-        self.step = self.saved = step
-        self.threads = threads
+    def train(self) -> Outcome:
+        """Start the ranks and train on."""
+        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
+        if self.config.device == "cpu" and not self.config.threads and current() is None:
+            self.watch = CoreWatch()
         self.progress("starting")
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
-            with Group(self.config, threads=threads, modules={}, **how) as group:
+            with Group(self.config, threads=self.threads, modules={}, **how) as group:
                 # Each host has its own copy of the images, for all that is known here.
                 for rank, seen in enumerate(group.witness() if self.config.nodes > 1 else ()):
                     if seen["data_sha256"] != self.config.data_sha256:
@@ -290,8 +280,8 @@ class _Run:
             where = f"{failed.detail.strip()}\n" if failed.detail else ""
             advice = "; a smaller global_batch_size or more accumulation needs less" if failed.status == "oom" else ""
             raise self._failed(f"{where}{failed.reason}{advice}") from failed
-        path = self.run.checkpoint(self.step)
-        return Outcome(step=self.step, checkpoint=path, loss=self.loss, held_out_loss=self.held_out)
+        saved = self.run.checkpoint(self.step)
+        return Outcome(step=self.step, checkpoint=saved, loss=self.loss, held_out_loss=self.held_out)
 
     def _advance(self, group: Group) -> list[dict[str, Any]]:
         """Train one chunk; returns a row of the log for each step."""
