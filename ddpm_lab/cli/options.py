@@ -67,6 +67,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
     "summary": _of("append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)", metavar="FILE"),
     "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
+    # recommend, bottleneck
+    "train-images": _of("of the full training that is projected (default: 800,000 steps)", int, metavar="N"),
+    "changes": _of("only these changes, by the names in the report", metavar="NAME,..."),
     # train, sample
     "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),
     "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),
@@ -141,45 +144,52 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A command, named and described as the function that runs it.
+    """A command: what runs it, an example of it, and its options.
 
-    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``help`` is
-    what is said of some of them here, ``usual`` their defaults, and ``more`` adds options for what was typed.
+    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``here`` is
+    the help of some of them in this command, or all that argparse is told otherwise; ``more`` adds options for the
+    words that were typed after its name.
     """
 
     run: Callable[[argparse.Namespace], int]
     example: str
     options: str
-    help: Mapping[str, str] = {}
-    usual: Mapping[str, Any] = {}
+    here: Mapping[str, str | dict[str, Any]] = {}
     more: Callable[[Parser, Sequence[str]], None] | None = None
 
-    def add(self, subparsers: Any, words: Sequence[str]) -> None:
-        """Add the command to the command line, on which ``words`` were typed."""
-        name, about = self.run.__name__, str(self.run.__doc__).partition("\n")[0]
-        parser = command(subparsers, name, about, self.run, self.example)
+    def fill(self, parser: Parser, words: Sequence[str]) -> None:
+        """Give ``parser`` the command's options."""
+        parser.epilog = f"example: ddpm-lab {self.example}"
+        parser.set_defaults(command=self.run, parser=parser)
         for option in self.options.split():
             group = parser.add_mutually_exclusive_group() if "|" in option else parser
-            for each in option.split("|"):
-                add(group, each, **{k: v[each] for k, v in (("help", self.help), ("default", self.usual)) if each in v})
-        if self.more and words[:1] == [name]:
-            self.more(parser, words[1:])
+            for name in option.split("|"):
+                told = self.here.get(name, {})
+                add(group, name, **({"help": told} if isinstance(told, str) else told))
+        if self.more:
+            self.more(parser, words)
 
 
-def command(subparsers: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], example: str) -> Parser:
-    """Add a command, with an example of it under its help."""
-    parser: Parser = subparsers.add_parser(name, description=about, epilog=f"example: ddpm-lab {example}")
-    parser.set_defaults(command=run)
-    return parser
+def add(parser: argparse._ActionsContainer, name: str, **otherwise: Any) -> None:
+    """Add an option or a positional to a command; ``otherwise`` replaces what is said of it here."""
+    how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
+    how["help"] = how["help"].replace("%", "%%")
+    parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 
 
-def add(parser: argparse._ActionsContainer, *names: str, **otherwise: Any) -> None:
-    """Add options or positionals to a command, in this order; ``otherwise`` replaces what is said of them here."""
-    for name in names:
-        how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
-        how["help"] = how["help"].replace("%%", "%").replace("%", "%%")
-        flags = [name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]
-        parser.add_argument(*flags, **how)
+def reads(options: argparse.Namespace, *also: str) -> bool:
+    """Whether --ledger or --machine is given, so that records are read and nothing is measured.
+
+    Raises ConfigError for another option beside them, but for those of ``also``.
+    """
+    if options.ledger is None and options.machine is None:
+        return False
+    for action in options.parser._actions:
+        given_here = getattr(options, action.dest, action.default) != action.default
+        if given_here and action.dest not in ("ledger", "machine", "output_dir", "json", *also):
+            option = action.option_strings[-1]
+            raise ConfigError(f"{option} is about measuring, and --ledger and --machine measure nothing: leave it out")
+    return True
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
