@@ -58,12 +58,16 @@ def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.tra
 
 
 def test_nothing_of_a_person_or_a_machine_is_left(tmp_path: Path) -> None:
-    for status in ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "crashed"):
+    for status in ("ok", "oom", "crashed"):
         found = anonymous([personal(reason, status) for reason in REASONS])
         assert [r.reason for r in found] == list(REASONS.values())
         Ledger(tmp_path / f"{status}.jsonl").append(found)
         text = (tmp_path / f"{status}.jsonl").read_text()
         assert [secret for secret in SECRETS if secret in text] == []
+    assert anonymous([personal("", workload=name) for name in ("mine:step", "ddpm_lab.training.own:own")]) == []
+    names = {"10,000 synthetic images": "10,000 synthetic images", "4,750 images": "4,750 images", "alice's own": ""}
+    found = anonymous([make.record(RunConfig(), data_name=name) for name in names])
+    assert [r.data_name for r in found] == list(names.values())
 
 
 def test_what_was_measured_stays() -> None:
@@ -81,21 +85,6 @@ def test_what_was_measured_stays() -> None:
     assert new.config.options == (("depth", 3), ("package", "diffusers 0.36"))
     assert new.baseline_id == new.run_id != old.run_id
     assert anonymous([new]) == [new]
-
-
-def test_a_training_of_the_user_is_not_published() -> None:
-    assert anonymous([personal("", workload=name) for name in ("mine:step", "ddpm_lab.training.own:own")]) == []
-
-
-def test_names_of_data() -> None:
-    names = {
-        "10,000 synthetic images": "10,000 synthetic images",
-        "4,750 images": "4,750 images",
-        "alice's own": "",
-        "": "",
-    }
-    found = anonymous([make.record(RunConfig(), data_name=name) for name in names])
-    assert [r.data_name for r in found] == list(names.values())
 
 
 def test_every_field_is_listed_or_private() -> None:

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -27,25 +26,15 @@ def folder(module: str) -> str:
     return module.partition(".")[0] if "." in module else ""
 
 
-def nodes(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Import statements of a file, and whether each runs as soon as the file is imported."""
-    tree = ast.parse(path.read_text())
-    at_once = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node, id(node) in at_once
-
-
 @cache
 def imported(path: Path, *, at_once: bool = False) -> set[str]:
     """Full names of everything imported by a file, also inside functions unless ``at_once``."""
+    tree = ast.parse(path.read_text())
     found = set()
-    for node, first in nodes(path):
-        if at_once and not first:
-            continue
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        else:
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively: name the module in full"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
@@ -92,19 +81,8 @@ def test_only_what_measures_imports_torch_as_it_is_loaded() -> None:
 
 def test_measuring_and_asking_load_nothing_that_only_explaining_needs() -> None:
     """A bare GPU node has no SciPy and no Matplotlib; what draws or estimates imports them where it does."""
-    for module, path in FILES.items():
-        if folder(module) in (*MEASURING, "questions") or module.startswith("explain.charts"):
-            needed = third_party(imported(path, at_once=True)) & EXPLAINING
-            assert not needed, f"{module} imports {needed}"
-    shown = subprocess.run(
-        [sys.executable, "-c", "import sys, ddpm_lab.questions.experiments; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert not EXPLAINING & set(shown.stdout.split())
-
-
-def test_packages_import_nothing() -> None:
+    code = "import sys, ddpm_lab.questions.experiments, ddpm_lab.cli.measure, ddpm_lab.cli.train; print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", *EXPLAINING} & set(shown.stdout.split())
     for path in (PACKAGE / "__init__.py", *PACKAGE.rglob("*/__init__.py")):
         assert third_party(imported(path, at_once=True)) <= {"__future__", "importlib", "typing"}, path

