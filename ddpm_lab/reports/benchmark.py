@@ -213,6 +213,8 @@ def dashboard(study: Study) -> Figure:
             gain.axhline(ranks, color=fs.SOFT, lw=1.2, ls="--" if ranks > 1 else "-")
         gain.set_ylim(0, max(gain.get_ylim()[1], 1.1 * max(ideal, default=1)))
         efficiency.axhline(S000.threshold, color=fs.SOFT, lw=1.2, ls="--")
+        for ax in (gain, efficiency):
+            ax.set_xlabel("batch size\n")  # and a line for the legend
         fs.legend(body, colours)
         return fs.settle(figure)
 
@@ -242,7 +244,7 @@ def _bars(
 def table(study: Study) -> Figure:
     """The comparison as a table that is a picture."""
     shown = comparison(study)
-    grid = [[fill(cell, 14) for cell in row] for row in (shown[0], *(row.values() for row in shown))]
+    grid = [[fill(cell, 15) for cell in row] for row in (shown[0], *(row.values() for row in shown))]
     lines = [1.6 + max(cell.count("\n") for cell in row) for row in grid]
     gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
     widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]

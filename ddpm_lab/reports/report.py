@@ -35,7 +35,6 @@ from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
 from ddpm_lab.training.stopping import Stop
 
-"""They show what the others measured, or what was measured before, and get time to measure only in ``full``."""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
 NOTEBOOK_SECONDS = 6.0
@@ -53,9 +52,8 @@ class ReportResult:
     @property
     def exit_code(self) -> int:
         """0 when every notebook that was asked for is done, 1 when one failed, 130 when the report was stopped."""
-        if self.stopped:
-            return 130
-        return int(any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages))
+        failed = any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages)
+        return 130 if self.stopped else int(failed)
 
 
 def report(
@@ -102,17 +100,18 @@ def report(
         resolve(data, output / PREPARED, held_out=held_out, progress=say, **options)
     command = _command({**given, "minutes": minutes}, more, notebooks or ())
     run = _Run(output / "reports", given, values, command, say, None if total is None else total * 60)
+    stopped = False
     try:
         run.measure()
         with Stop() as stop:
             stop.gentle = True
             for file in values:
                 run.one(file, stop)
-                if stop.number is not None:
-                    return run.finish(stopped=True)
+                if stopped := stop.number is not None:
+                    break
     except KeyboardInterrupt:
-        return run.finish(stopped=True)
-    return run.finish(stopped=False)
+        stopped = True
+    return run.finish(stopped=stopped)
 
 
 def _values(
@@ -124,7 +123,7 @@ def _values(
     known = {file: papermill.inspect_notebook(file) for file in files}
     if (workload := given["workload"]) is not None:
         check_name("profile", workload)
-        check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **more})
+        check_brought(workload, {name: given[name] for name in ("data", "held_out", "network")} | more)
         if every:  # the others are about the lab's own trainer
             known = {file: names for file, names in known.items() if "workload" in names}
     exist = dict.fromkeys(name for names in known.values() for name in names)
@@ -146,10 +145,6 @@ def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebook
     for name, value in parameters.items():
         words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
     return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
-
-
-def _takes_long(file: Path) -> bool:
-    return _question(file) == RECOMMENDATION or every_question()[_question(file)].about.long
 
 
 def _question(file: Path) -> str:
@@ -184,7 +179,7 @@ class _Run:
         beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(load(file)))
-            executed = self.executed(file)
+            executed = self.folder / "notebooks" / file.name
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 try:
                     page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
@@ -196,9 +191,6 @@ class _Run:
     @property
     def ledger(self) -> Path:
         return self.folder.parent / LEDGER
-
-    def executed(self, file: Path) -> Path:
-        return self.folder / "notebooks" / file.name
 
     def elapsed(self) -> timedelta:
         return timedelta(seconds=round(time.monotonic() - self.started))
@@ -213,13 +205,14 @@ class _Run:
         """
         if self.seconds is None:
             return
+        known, full = every_question(), self.given["preset"] == "full"
         names = {
-            _question(file): file
+            name: file
             for file, values in self.values.items()
-            if _question(file) in every_question()  # one of the user's own measures by itself
+            if (name := _question(file)) in known  # one of the user's own measures by itself
             and "minutes" in papermill.inspect_notebook(file)
             and "minutes" not in values
-            and (self.given["preset"] == "full" or not _takes_long(file))
+            and (full or not (name == RECOMMENDATION or known[name].about.long))
         }
         asked = {
             name: {k: v for k, v in self.values[file].items() if k not in _SHOWING}
@@ -249,7 +242,7 @@ class _Run:
         """Execute one notebook, publish it, and bring the index up to date."""
         values = self.values[file] | ({"minutes": self.minutes[file]} if file in self.minutes else {})
         self.say(file.stem, "starts")
-        target = self.executed(file)
+        target = self.folder / "notebooks" / file.name
         error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
         state = STOPPED if error and stop.number is not None else FAILED if error else DONE
         if state == STOPPED:
@@ -275,10 +268,9 @@ class _Run:
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
         said = "The report was stopped." if stopped else "This report is still being made, or was ended."
         to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
-        target = self.folder / "index.html"
         pages.write_index(
             list(self.pages.values()),
-            target,
+            target := self.folder / "index.html",
             subject=self.given["workload"] or "a diffusion model",
             facts=self.facts(),
             notice=said + to_come if stopped or waiting else "",
