@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
 import json
 import math
 import re
@@ -36,7 +35,6 @@ GPU = hardware.Gpu(name="Example GPU X", uuid=None, memory_bytes=None)
 STUDIES = {
     "gpus": paired({16: 0.8, 32: 1.05, 64: 1.6}, {32: 6.45}, set_noise=0.001),
     "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),
-    "two noisy sets": paired({16: 1.35}, {8: 9.0}, count=2, set_noise=0.9, device="cpu", ranks=2),
     "failed": study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "a | b <script>alert(1)</script>"))]),
     "all failed": nothing_ran("signal 9"),
     "one alone": alone(single=True),
@@ -201,7 +199,7 @@ def test_bars_and_intervals_are_where_the_numbers_are() -> None:
     assert axes[2].get_ylim()[1] > 8
 
 
-@pytest.mark.parametrize("name", ["gpus", "two noisy sets", "failed", "all failed"])
+@pytest.mark.parametrize("name", ["gpus", "failed", "all failed"])
 def test_the_folder_of_every_kind_of_study(name: str, tmp_path: Path) -> None:
     """The same rows as JSON and CSV, unknown is null, no text of a picture is cut, and the page asks for nothing."""
     answer = STUDIES[name]
@@ -243,8 +241,7 @@ def test_the_folder_from_records_alone_is_the_same_again(call: Call, tmp_path: P
     assert (code, err) == (0, "")
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert all(str(tmp_path / "out" / name) in out for name in before)
-    code, out, _ = call(*words, "--json")
-    assert json.load(io.StringIO(out)) == json.loads(before["benchmark_results.json"])
+    assert json.loads(call(*words, "--json")[1]) == json.loads(before["benchmark_results.json"])
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
     Ledger(tmp_path / "other.jsonl").append(make.sets({}, count=1))
     assert call("benchmark", "--ledger", tmp_path / "other.jsonl", "--output-dir", tmp_path / "none")[:2] == (1, "")

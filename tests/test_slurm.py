@@ -16,7 +16,7 @@ import pytest
 import records as make
 import slurm_cluster
 from conftest import Call
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
@@ -144,6 +144,7 @@ WRONG = [f'{{"{RUNS}": [{{"seconds": {value}}}]}}' for value in ('"x"', "-1", "N
 NOISE = st.sampled_from([*WRONG, f'{{"{RUNS}": 3}}', "\x1b[1mx\x1b[0m"]) | st.binary(max_size=99).map(bytes.hex)
 
 
+@settings(max_examples=15)
 @given(st.lists(st.lists(SUMMARIES, min_size=1, max_size=3), min_size=1, max_size=3), NOISE, st.integers(0, 9))
 def test_what_a_job_tells_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, tasks: list[list[Summary]], noise: str, cut: int
