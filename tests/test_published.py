@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import records as make
+from conftest import Call
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image, ImageFilter
@@ -56,8 +57,8 @@ def output(original: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_lab_s_own_questions_are_published_and_nothing_of_alice(original: Path) -> None:
-    assert published.check(original) == []
+def test_the_lab_s_own_questions_are_published_and_nothing_of_alice(original: Path, call: Call) -> None:
+    assert call("figures", "--check", "--output-dir", original)[0] == 0
     assert not list(original.rglob("*.partial"))
     (ledger,) = (original / published.RECORDS).iterdir()
     assert (ledger.name, "alice" in ledger.read_text()) == (f"{SLUG}.jsonl", False)
@@ -121,14 +122,15 @@ def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path
         assert (tmp_path / "image_output" / name).read_bytes() == there.read_bytes()
 
 
-def test_what_was_touched_is_named(output: Path) -> None:
+def test_what_was_touched_is_named(output: Path, call: Call) -> None:
     folder, path = output / published.FIGURES / SLUG, output / published.RECORDS / f"{SLUG}.jsonl"
     whole, figure = path.read_text(), (folder / "03_amp.png").read_bytes()
     touched = [json.loads(line) for line in whole.splitlines()]
     for window in (w for values in touched if values["role"] == "candidate" for w in values["windows"]):
         window["seconds"] *= 0.8
     path.write_text("\n".join(map(json.dumps, touched)) + "\n")
-    assert any("03_amp.png differs" in problem for problem in published.check(output))
+    code, _, err = call("figures", "--check", "--output-dir", output)
+    assert (code, "03_amp.png differs" in err) == (1, True)
     path.write_text(whole)
     pixels = np.asarray(Image.open(io.BytesIO(figure)).convert("RGB")).copy()
     pixels[: pixels.shape[0] // 3] = 0
@@ -211,7 +213,7 @@ def encoded(pixels: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-def test_of_two_machines_one_must_be_named(tmp_path: Path) -> None:
+def test_of_two_machines_one_must_be_named(tmp_path: Path, call: Call) -> None:
     cpu = make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}, turns=2)
     Ledger(tmp_path / "cpu.jsonl").append(cpu)
     Ledger(tmp_path / "gpu.jsonl").append(make.on(make.GPUS, cpu))
@@ -219,10 +221,11 @@ def test_of_two_machines_one_must_be_named(tmp_path: Path) -> None:
     for act in (published.rebuild, published.publish):
         with pytest.raises(LedgerError, match=r"2 machines.*Example CPU 9000, 2 cores.*Example GPU X"):
             act(both, None, tmp_path)
-    found = published.rebuild(both, "gpu x", tmp_path)
-    assert [path.parent for path, _ in found] == [tmp_path / "image_output"] * 2
-    assert "Example GPU X" in found[0][1].hardware
-    assert not (tmp_path / "trace_output").exists()
+    code, out, _ = call("figures", "--ledger", *both, "--machine", "gpu x", "--output-dir", tmp_path, "--json")
+    found = {row["experiment"]: row for row in json.loads(out)}
+    assert (code, set(found), found["amp"]["verdict"]) == (0, {"amp", "recommendation"}, "faster")
+    assert found["amp"]["figure"] == str(tmp_path / "image_output" / "03_amp.png")
+    assert "Example GPU X" in found["amp"]["hardware"]
 
 
 def test_nothing_to_publish_missing_files_and_torn_lines_are_named(output: Path, tmp_path: Path) -> None:

@@ -82,15 +82,12 @@ def unmeasured() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.ReportResult, list[str], Path]:
-    """A report of a notebook that answers, one that fails, one whose kernel dies, and one after them."""
+    """A report of a notebook that fails, one whose kernel dies, and one after them that answers."""
     folder = tmp_path_factory.mktemp("report")
     files = [
-        write(folder / "01_answers.ipynb", SAY, "print(sizes)", ANSWER, parameters="sizes = None  # sizes"),
-        write(
-            folder / "02_fails.ipynb", "print('before')", "raise ValueError('planted <b>failure</b>')", "print('no')"
-        ),
-        write(folder / "03_dies.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"),
-        write(folder / "04_after.ipynb", "print(minutes)", ANSWER),
+        write(folder / "01_fails.ipynb", "print('before')", "raise ValueError('planted <b>failure</b>')"),
+        write(folder / "02_dies.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"),
+        write(folder / "03_answers.ipynb", SAY, "print(sizes)", ANSWER, parameters="sizes = None  # sizes"),
     ]
     result, lines = run(files, folder / "out", parameters={"sizes": [1, 2]})
     return result, lines, folder / "out" / "reports"
@@ -103,21 +100,20 @@ Made = tuple[report.ReportResult, list[str], Path]
 def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
     result, lines, folder = made
     states = {page.name: page.state for page in result.pages}
-    assert states == {"01_answers": "done", "02_fails": "failed", "03_dies": "failed", "04_after": "done"}
+    assert states == {"01_fails": "failed", "02_dies": "failed", "03_answers": "done"}
     assert (result.exit_code, result.stopped) == (1, False)
-    failed, index = (folder / "02_fails.html").read_text(), (folder / "index.html").read_text()
+    failed, index = (folder / "01_fails.html").read_text(), (folder / "index.html").read_text()
     assert "planted &lt;b&gt;failure" in failed
     assert "before" in failed
-    assert "kernel died" in (folder / "03_dies.html").read_text()
+    assert "kernel died" in (folder / "02_dies.html").read_text()
     assert "ValueError: planted &lt;b&gt;failure&lt;/b&gt;" in index
     assert index.count('class="chip failed">failed') == 2
-    assert "[1, 2]" in (folder / "01_answers.html").read_text(), "a parameter goes to the notebooks that have it"
-    assert "sizes" not in (folder / "notebooks" / "04_after.ipynb").read_text()
-    kept = json.loads((folder / "notebooks" / "02_fails.ipynb").read_text())
-    assert kept["metadata"]["ddpm_lab"]["state"] == "failed"
+    assert "[1, 2]" in (folder / "03_answers.html").read_text(), "a parameter goes to the notebooks that have it"
+    kept = (folder / "notebooks" / "01_fails.ipynb").read_text()
+    assert (json.loads(kept)["metadata"]["ddpm_lab"]["state"], "sizes" in kept) == ("failed", False)
     said = [re.sub(r"^\[[\d:]+\] ", "", line) for line in lines]
     order = ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", "A planted answer & more"]
-    assert [line for line in said if line.startswith("01_answers: ")][1:] == [f"01_answers: {line}" for line in order]
+    assert [line for line in said if line.startswith("03_answers: ")][1:] == [f"03_answers: {line}" for line in order]
     told = [f"{name}: {'; '.join(found)}" for name, found in pages.answers(result.pages)]
     assert told
     assert said[-1 - len(told) : -1] == told
@@ -136,8 +132,8 @@ def test_pages_load_nothing_and_begin_with_question_and_answer(made: Made) -> No
         for link in re.findall(r'<a [^>]*href="([^"]*)"', text):
             assert (folder / link).is_file(), f"{path.name} links to {link}, which is missing"
             assert not link.startswith("/"), "the folder may move"
-    text, index = (folder / "01_answers.html").read_text(), (folder / "index.html").read_text()
-    parts = ("<h1>1. Does 01_answers work?", "A planted answer &amp; more", "data:image/png;")
+    text, index = (folder / "03_answers.html").read_text(), (folder / "index.html").read_text()
+    parts = ("<h1>3. Does 03_answers work?", "A planted answer &amp; more", "data:image/png;")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert 'alt="One grey &lt;pixel&gt;"' in text
@@ -162,25 +158,17 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 def test_what_the_notebooks_show_is_measured_first_within_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: dict[str, dict[str, Any]]
 ) -> None:
+    """One of the user's own measures by itself, and what takes long is measured in ``full`` alone."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(agenda, "measure", lambda questions, **given: asked.update(given, questions=questions))
-    files = [write(tmp_path / f"0{i}_{name}.ipynb") for i, name in enumerate(("amp", "workers"), 1)]
-    files.append(write(tmp_path / "03_own.ipynb", "print(1)", parameters="preset = 'quick'  # sizes"))
-    run(files, tmp_path / "out", minutes=2)
-    assert list(asked["questions"]) == ["amp", "workers"], "the third has no minutes, and measures by itself"
-    assert 0 < asked["seconds"] <= 120 - 3 * report.NOTEBOOK_SECONDS
-    shown = {name: values.get("minutes") for name, values in copied.items()}
-    assert shown == {"01_amp": 0, "02_workers": 0, "03_own": None}, "they show what was measured before them"
-
-
-@pytest.mark.usefixtures("copied")
-def test_questions_that_take_long_are_measured_in_full_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, set[str]] = {}
-    for preset in ("smoke", "full"):
-        names = asked.setdefault(preset, set())
-        monkeypatch.setattr(agenda, "measure", lambda questions, names=names, **_: names.update(questions))
-        run(["amp", "peers", "quality", "claims"], tmp_path / preset, preset=preset, minutes=2)
-    assert asked == {"smoke": {"amp"}, "full": {"amp", "peers", "quality", "claims"}}
+    own = write(tmp_path / "10_own.ipynb", "print(1)", parameters="preset = 'quick'  # sizes")
+    for preset, names in {"smoke": ["amp"], "full": ["amp", "peers"]}.items():
+        copied.clear()
+        run(["amp", "peers", own], tmp_path / preset, preset=preset, minutes=2)
+        assert list(asked["questions"]) == names
+        assert 0 < asked["seconds"] <= 120 - 3 * report.NOTEBOOK_SECONDS
+        minutes = {name: values.get("minutes") for name, values in copied.items()}
+        assert minutes == {"03_amp": 0, "07_peers": 0 if "peers" in names else None, "10_own": None}
 
 
 @pytest.fixture

@@ -221,10 +221,10 @@ def test_the_table_of_jobs_and_their_states(call: Call, bin_folder: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("bin_folder")
 def test_submitted_and_collected(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real lab, in jobs of the real script."""
+    """The real lab, in jobs of the real script: a training, and sets of a question."""
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    common = ("--data", data, "--image-size", 8, "--batch-size", 8, "--sample-every", 0)
-    assert call("submit", "--", "train", *common, "--", "--steps", 3)[0] == 0
+    common = ("--data", data, "--image-size", 8, "--batch-size", 8, "--sample-every", 0, "--steps", 3)
+    assert call("submit", "--", "train", *common)[0] == 0
     code, out, err = call("collect", "--json", "--output-dir", tmp_path)
     assert (code, err) == (0, f"0 new records: {tmp_path / LEDGER}\n"), Path("slurm-42.out").read_text()
     (run,) = json.loads(out)["runs"]
