@@ -206,14 +206,8 @@ def busy_config(world_size: int = 1, **options: Any) -> RunConfig:
 
 def alive(pids: list[int]) -> list[int]:
     """Those of ``pids`` that still run; a zombie has ended, whoever should have collected it."""
-    running = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                running.append(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return running
+    states = {process.pid: process.info["status"] for process in psutil.process_iter(["status"])}
+    return [pid for pid in pids if states.get(pid, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,10 +47,8 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=10 OverSubscribe=FORCE:8 Stat
 
 def missing() -> str:
     """Why no cluster can be brought up here; empty if one can."""
-    absent = [name for name in PROGRAMS if _program(name) is None]
-    if absent:
-        return f"no SLURM here: {', '.join(absent)} is not installed"
-    return "" if os.geteuid() == 0 else "only root can run slurmd"
+    absent = ", ".join(name for name in PROGRAMS if _program(name) is None)
+    return f"no SLURM here: {absent} is not installed" if absent else "only root can run slurmd" * (os.geteuid() != 0)
 
 
 def _program(name: str) -> str | None:
