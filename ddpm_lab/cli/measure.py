@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, RESOLUTION, Command, Parser, add, given, plain, tell, track, tracker_chosen
+from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, plain, tell, track, tracker_chosen
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT, bands
 from ddpm_lab.explain.charts.style import save
@@ -45,19 +45,19 @@ def _settings() -> dict[str, dict[str, declared.Option]]:
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
     """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
     settings = _settings()
-    asked = [name for name in settings if name in words]
+    typed = [name for name in settings if name in words]
     about = [f"  {name:14} {every_question()[name].about.title}" for name in settings]
     parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
-    group = parser.add_argument_group(f"options of {', '.join(asked)}" if asked else "options of the experiments")
+    group = parser.add_argument_group(f"options of {', '.join(typed)}" if typed else "options of the experiments")
     for name in dict.fromkeys(name for mine in settings.values() for name in mine):
         takers = [question for question, mine in settings.items() if name in mine]
-        found = [settings[question][name] for question in takers if question in (asked or takers)]
+        found = [settings[question][name] for question in takers if question in (typed or takers)]
         parser.hints[declared.flag(name)] = f": only {', '.join(takers)} take{'s' * (len(takers) == 1)} it"
         if found:
-            usual = found[0].default if asked and len({str(o.default) for o in found}) == 1 else None
-            text = found[0].opt.help + ("" if asked else f" ({', '.join(takers)})")
+            usual = found[0].default if typed and len({str(o.default) for o in found}) == 1 else None
+            text = found[0].opt.help + ("" if typed else f" ({', '.join(takers)})")
             declared.add_options(group, [replace(found[0], default=usual, opt=replace(found[0].opt, help=text))])
-    if not asked or "multi_gpu" in asked:
+    if not typed or "multi_gpu" in typed:
         add(group, "bands")
 
 
@@ -66,10 +66,9 @@ def run(options: argparse.Namespace) -> int:
     named = bands(vars(options).get("bands", DEFAULT), "--bands")
     for name in names:
         choice("experiment", name, able)
-    settings = given(options, *COMMON.replace("-", "_").split(), "sets", "device", "image_size", "seed")
-    settings |= given(options, "oversubscribe", "cores")
-    settings["minutes"] = options.minutes / len(names) if options.minutes else options.minutes
-    settings["resolution"] = percent(options.resolution) if options.resolution else None
+    settings = asked(options) | given(options, "cores")
+    if options.minutes:
+        settings["minutes"] = options.minutes / len(names)
     # All are checked before the first is measured.
     planned = [planning.plan_question(name, **settings, **given(options, *able[name])) for name in names]
     measured = [experiments.undecided(one).measure() for one in planned]
@@ -199,7 +198,7 @@ COMMANDS = {
         "baseline candidate against always resolution minutes sets device output-dir tracker gate "
         "threshold strict summary json",
         {
-            "resolution": f"{RESOLUTION}: measure until then (default: the threshold, or 3%)",
+            "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",
             "sets": "the most sets to measure (default: 100)",
         },
     ),

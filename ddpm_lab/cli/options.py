@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ddpm_lab.checks import ConfigError, did_you_mean
+from ddpm_lab.checks import ConfigError, did_you_mean, percent
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ddpm_lab.questions.planning import Measured
 
 KEY_VARIABLE = "COMET_API_KEY"
-RESOLUTION = "smallest difference to be found, such as 2%"
 COMET = f"Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)"
 TABLES = f"{', '.join(NAMED)}, or your own, such as good=75%,fair=50%,poor=0 (default: {DEFAULT})"
 
@@ -42,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "preset": _of(f"how much is run: {', '.join(PRESETS)} (default: quick)", default="quick"),
     "minutes": _of("time budget", float),
     "sets": _of("sets per comparison (default: what the time gives, at least 4)", int),
-    "resolution": _of(f"{RESOLUTION}: measure until then (default: what the time gives)", metavar="SHARE"),
+    "resolution": _of("smallest difference to be found, such as 2% (default: what the time gives)", metavar="SHARE"),
     "cores": _of("CPU cores to measure with (default: those that other processes leave free)", int, metavar="N"),
     "device": _of("default: the GPU where there is one", choices=DEVICES),
     "oversubscribe": _of("allow more ranks than cores or GPUs; speed is not claimed", bool),
@@ -112,6 +111,8 @@ POSITIONALS: dict[str, dict[str, Any]] = {
 }
 COMMON = "preset data network workload minutes output-dir held-out skip-bad"
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
+SETTINGS = (*COMMON.replace("-", "_").split(), "sets", "resolution", "device", "image_size", "seed", "oversubscribe")
+"""Options that are settings of every question, of the same name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -195,6 +196,12 @@ def reads(options: argparse.Namespace, *also: str) -> bool:
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Options by name, as keyword arguments; those that are absent are left out."""
     return {name: getattr(options, name) for name in names if name in options}
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """How a question is asked: those of ``SETTINGS`` that are given. Raises ConfigError for no share as resolution."""
+    found = {name: value for name, value in given(options, *SETTINGS).items() if value is not None}
+    return found | ({"resolution": percent(found["resolution"])} if "resolution" in found else {})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

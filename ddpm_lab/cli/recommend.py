@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.cli.options import Command, Parser, given, plain, reads, tell
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, tell
 from ddpm_lab.config import PARTS, RunConfig
 from ddpm_lab.explain import subject, table
 from ddpm_lab.explain.charts.style import save
@@ -41,11 +41,11 @@ def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    settings = given(options, "preset", "data", "held_out", "skip_bad", "network", "workload", "device", "any_batch")
-    settings |= given(options, "seeds", "images", "sets", "train_images", "ledger", "machine", "output_dir")
     no_search = reads(options, "workload", "train_images")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
+    settings = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
+    settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")
@@ -53,13 +53,7 @@ def recommend(options: argparse.Namespace) -> int:
             raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
         only[name.strip()] = [value.strip() for value in values.split(",")]
     try:
-        found = experiments.recommendation(
-            minutes=options.minutes or (None if no_search else MINUTES.get(options.preset)),
-            resolution=percent(options.resolution) if options.resolution else None,
-            global_batch_size=options.batch_size,
-            only=only,
-            **settings,
-        )
+        found = experiments.recommendation(global_batch_size=options.batch_size, only=only, **settings)
     except ModuleNotFoundError as missing:
         print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
@@ -113,13 +107,8 @@ def bottleneck(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace, output: Path) -> Study:
     """Every record of this machine that can say something, after measuring what the question lacks."""
-    planned = planning.plan_question(
-        "bottleneck",
-        resolution=percent(options.resolution) if options.resolution else None,
-        only=[name.strip() for name in options.changes.split(",")] if options.changes else None,
-        **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
-        **_settings(options),
-    )
+    changes = [name.strip() for name in options.changes.split(",")] if options.changes else None
+    planned = planning.plan_question("bottleneck", only=changes, **asked(options) | _settings(options))
     config = planned.campaign.experiment.profiles[0][2]
     if config.device == "cuda":
         smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
@@ -130,10 +119,10 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
     if (seconds := campaign.target.seconds) is not None:
         planned = planned.renewed(question.fitting(campaign.experiment, seconds, campaign.held))
     measured = planned.measure()
-    asked = experiments.study_of(measured)
+    mine = experiments.study_of(measured)
     every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
-    others = tuple(r for r in every.records if r.experiment != asked.experiment)
-    return replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
+    others = tuple(r for r in every.records if r.experiment != mine.experiment)
+    return replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,8 +133,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     if found.get("nodes") == 1:
         del found["nodes"]
     found |= given(options, *_PRESENT)
-    given_too = {"global_batch_size": options.batch_size, "data": options.data}
-    found |= {name: value for name, value in given_too.items() if value is not None}
+    found |= {} if options.batch_size is None else {"global_batch_size": options.batch_size}
+    found |= {} if options.data is None else {"data": options.data}
     for place, _ in PARTS:
         if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
             found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, given, plain, reads, tell
+from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
@@ -95,23 +95,16 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
         single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
     parts = (([b for b in batches if b not in single], sizes), (single, [1]))
-    return [
-        plan_question(
-            "multi_gpu",
-            **given(options, "preset", "sets", "data", "held_out", "seed", "loader_workers", "oversubscribe"),
-            global_batch_sizes=sorted(mine),
-            world_sizes=world_sizes,
-            alone=options.ranks == "multi",
-            lost_scaling=False,
-            minutes=options.minutes and options.minutes * len(mine) / len(batches),
-            network=network,
-            device=device,
-            output_dir=folder,
-            cache=output_folder(None) / PREPARED,  # one for all folders of results
-        )
-        for mine, world_sizes in parts
-        if mine
-    ]
+    settings = asked(options) | {"network": network, "device": device, "output_dir": folder, "lost_scaling": False}
+    settings |= {"cache": output_folder(None) / PREPARED, "alone": options.ranks == "multi"}  # one for all folders
+    settings |= given(options, "loader_workers")
+
+    def part(mine: Sequence[int], world_sizes: Sequence[int]) -> Planned:
+        minutes = options.minutes and options.minutes * len(mine) / len(batches)
+        how = {"global_batch_sizes": sorted(mine), "world_sizes": world_sizes, "minutes": minutes}
+        return plan_question("multi_gpu", **settings | how)
+
+    return [part(mine, world_sizes) for mine, world_sizes in parts if mine]
 
 
 def benchmark(options: argparse.Namespace) -> int:
