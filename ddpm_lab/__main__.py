@@ -111,7 +111,7 @@ def _parser(words: Sequence[str]) -> Parser:
             if words[:1] == [name]:
                 module = import_module(f"ddpm_lab.cli.{MODULES.get(name, group)}")
                 module.COMMANDS[name].fill(command, words[1:])
-    parser.set_defaults(main=main, parser_of=_parser)
+    parser.set_defaults(main=main, parser_of=_parser, typed=words)
     parser.description = "\n".join(lines)
     return parser
 

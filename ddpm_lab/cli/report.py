@@ -42,7 +42,8 @@ def report(options: argparse.Namespace) -> int:
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
     parameters |= {"skip_bad": True} if options.skip_bad else {}
     settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
-    return execute(notebooks=options.notebook, parameters=parameters, **settings).exit_code
+    command = shlex.join(["ddpm-lab", *options.typed])
+    return execute(notebooks=options.notebook, parameters=parameters, command=command, **settings).exit_code
 
 
 def _literal(text: str) -> Any:

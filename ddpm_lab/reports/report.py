@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from ddpm_lab.training.stopping import Stop
 
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
+PRINT = partial(print, flush=True)
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
@@ -67,7 +67,8 @@ def report(
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = PRINT,
+    command: str = "ddpm-lab report",
 ) -> ReportResult:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
@@ -77,7 +78,7 @@ def report(
 
     The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
     that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is the
-    preset's; ``progress`` is called with one line at a time, None prints it.
+    preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
 
     Raises:
         ReportError: a notebook or a parameter does not exist, the output folder cannot be written, or ``minutes`` is
@@ -87,7 +88,7 @@ def report(
     """
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
     given["output_dir"] = None if output_dir is None else str(output_dir)
-    more, say = dict(parameters or {}), progress or partial(print, flush=True)
+    more = dict(parameters or {})
     given["workload"] = more.pop("workload", workload)
     files = choose(notebooks)
     total = preset_called(preset).minutes if minutes is None else minutes
@@ -97,9 +98,8 @@ def report(
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # once, and refused here rather than in each notebook
         options = {name: value for name, value in more.items() if name in ("image_size", "skip_bad")}
-        resolve(data, output / PREPARED, held_out=held_out, progress=say, **options)
-    command = _command({**given, "minutes": minutes}, more, notebooks or ())
-    run = _Run(output / "reports", given, values, command, say, None if total is None else total * 60)
+        resolve(data, output / PREPARED, held_out=held_out, progress=progress, **options)
+    run = _Run(output / "reports", given, values, command, progress, None if total is None else total * 60)
     stopped = False
     try:
         run.measure()
@@ -135,16 +135,6 @@ def _values(
         usual_device(more.get("device"))  # a GPU that torch cannot use
     fixed = {name: value for name, value in given.items() if value is not None} | more
     return {file: {name: fixed[name] for name in names if name in fixed} for file, names in known.items()}
-
-
-def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebooks: Sequence[str | Path]) -> str:
-    """The command that makes the same report again."""
-    words = ["ddpm-lab", "report"]
-    for name, value in options.items():
-        words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in parameters.items():
-        words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
-    return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
 
 
 def _question(file: Path) -> str:
@@ -282,8 +272,8 @@ class _Run:
 
     def facts(self) -> dict[str, str]:
         """The head of the index: machine, date, preset, data, and the versions of the code."""
-        mine = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
-        found = [finding for finding in mine if not finding.get("published")]
+        pages_now = (page for page in self.pages.values() if page.finding and not page.earlier)
+        found = [page.finding for page in pages_now if not page.finding.get("published")]
         machine, training, data, code = (
             "; ".join(dict.fromkeys(str(each[name]) for each in found if each.get(name)))
             for name in ("hardware", "training", "data", "code_version")
@@ -303,9 +293,7 @@ class _Run:
 
 def _calibration(ledger: Path) -> Section | None:
     """What the last calibration of this machine said, if there was one."""
-    here = hardware.machine().key
-    records, _ = Ledger(ledger).read(
-        lambda heads: [h for h in heads if h.experiment == calibration.EXPERIMENT and h.machine.key == here]
-    )
+    mine = (calibration.EXPERIMENT, hardware.machine().key)
+    records, _ = Ledger(ledger).read(lambda heads: [h for h in heads if (h.experiment, h.machine.key) == mine])
     found = calibration.calibrations(records)
     return calibration.section(found[-1]) if found else None
