@@ -26,9 +26,9 @@ OTHER: dict[str, Any] = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "compile_mode": {"compile": "whole"},
-    **dict.fromkeys(("implementation", "attention_axis"), {"network": "seed"}),
-    **dict.fromkeys(("kernels", "freed_memory"), {"device": "cpu"}),
-    **dict.fromkeys(("exchange", "nodes"), {"world_size": 2}),
+    **{name: {"network": "seed"} for name in ("implementation", "attention_axis")},
+    **{name: {"device": "cpu"} for name in ("kernels", "freed_memory")},
+    **{name: {"world_size": 2} for name in ("exchange", "nodes")},
 }
 """Settings that are refused where they would have no effect: what each needs."""
 INSIDE: dict[str, dict[str, Any]] = {
