@@ -169,10 +169,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inception(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of torch-fidelity's Inception with random weights, of which nothing vanishes on the way."""
-    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: make fid")
-    module = pytest.importorskip(
-        "torch_fidelity.feature_extractor_inceptionv3", reason="torch-fidelity is not installed: make fid"
-    )
+    pytest.importorskip("torchmetrics", reason="make fid")
+    module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", reason="make fid")
     import torch  # noqa: PLC0415 - after the number of threads is set
 
     class Blank(module.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]

@@ -221,15 +221,8 @@ def test_the_table_of_jobs_and_their_states(call: Call, bin_folder: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("bin_folder")
 def test_submitted_and_collected(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real lab, in jobs of the real script: a training, and sets of a question."""
+    """The real lab, in a job of the real script."""
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    common = ("--data", data, "--image-size", 8, "--batch-size", 8, "--sample-every", 0, "--steps", 3)
-    assert call("submit", "--", "train", *common)[0] == 0
-    code, out, err = call("collect", "--json", "--output-dir", tmp_path)
-    assert (code, err) == (0, f"0 new records: {tmp_path / LEDGER}\n"), Path("slurm-42.out").read_text()
-    (run,) = json.loads(out)["runs"]
-    assert (run["job_id"], run["steps"], run["ranks"]) == ("42", 3, 1)
-    assert Path("slurm-42/checkpoints/step-00000003.pt").is_file()
     single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", data, "--image-size", 8)
     assert call("submit", "--", "run", *single, "--batch-sizes", 8)[0] == 0
     code, out, err = call("collect", "slurm-42.out", "--json", "--output-dir", tmp_path)
@@ -262,10 +255,7 @@ def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monke
     prepare("synthetic", tmp_path / "data", image_size=8)
 
     def submitted(*arguments: object, minutes: int = 5) -> str:
-        code, out, err = call("submit", "--json", f"--sbatch=--time={minutes}", *arguments)
-        assert code == 0, err
-        job: str = json.loads(out)["job_id"]
-        return job
+        return str(json.loads(call("submit", "--json", f"--sbatch=--time={minutes}", *arguments)[1])["job_id"])
 
     train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--batch-size", 4, "--sample-every", 0)
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
@@ -275,18 +265,13 @@ def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monke
     single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", tmp_path / "data", "--image-size", 8)
     array = submitted("--gpus-per-node", 1, "--", "run", *single, "--", "--device", "cpu", "--", "--device", "cuda")
 
-    def collected() -> dict[str, dict[str, Any]]:
-        code, out, err = call("collect", "--output-dir", tmp_path, "--json")
-        assert code in (0, 1), err
-        return {run["job_id"]: run for run in json.loads(out)["runs"]}
-
     def ended() -> bool:
         queue = subprocess.run(["squeue", "--noheader", "--format=%A|%T"], capture_output=True, text=True, check=True)
         return [row.partition("|")[0] for row in queue.stdout.split()] == [long] and "PENDING" in queue.stdout
 
     slurm_cluster.wait_for(ended, cluster, 270)
     logs = {log.stem: log.read_text(errors="replace") for log in Path().glob("slurm-*.out")}
-    found = collected()
+    found = {run["job_id"]: run for run in json.loads(call("collect", "--output-dir", tmp_path, "--json")[1])["runs"]}
     assert (found[both]["ranks"], found[both]["steps"]) == (2, 4), logs  # one rank from the torchrun of each node
     assert found[both]["seconds"] > 0
     assert Path(f"slurm-{both}/checkpoints/step-00000004.pt").is_file()
