@@ -31,7 +31,6 @@ from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.reports import benchmark
 
-GPU = hardware.Gpu(name="Example GPU X", uuid=None, memory_bytes=None)
 STUDIES = {
     "gpus": paired({16: 0.8, 32: 1.05, 64: 1.6}, {32: 6.45}, set_noise=0.001),
     "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),

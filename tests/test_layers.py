@@ -26,12 +26,14 @@ def folder(module: str) -> str:
     return module.rpartition(".")[0].partition(".")[0]
 
 
+parsed = cache(lambda path: ast.parse(path.read_text()))
+
+
 @cache
 def imported(path: Path, *, at_once: bool = False) -> set[str]:
     """Full names of everything imported by a file, also inside functions unless ``at_once``."""
-    tree = ast.parse(path.read_text())
     found = set()
-    for node in tree.body if at_once else ast.walk(tree):
+    for node in parsed(path).body if at_once else ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
