@@ -64,64 +64,49 @@ def asked(experiment: Experiment) -> list[tuple[str, list[int]]]:
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_each_number_of_ranks_by_one_option(tmp_path: Path) -> None:
-    batches = ("--batch-sizes", "16,32", "--loader-workers", "1")
-    (both,) = planned(tmp_path, *batches)
-    weak = "tiny, batch 16 per rank, weak scaling"
-    assert asked(both) == [("tiny, batch 16", [1, 2]), ("tiny, batch 32", [1, 2]), (weak, [1, 2])]
-    assert {(c.loader, c.loader_workers) for c in both.configurations} == {("files", 1)}
-    (single,) = planned(tmp_path, *batches, "--ranks", "single")
-    assert [ranks for _, ranks in asked(single)] == [[1], [1]]
-    (multi,) = planned(tmp_path, *batches, "--ranks", "multi")
-    assert [ranks for _, ranks in asked(multi)] == [[2], [2], [2]]
-    (smoke,) = planned(tmp_path, "--preset", "smoke", "--seed", "3")
-    assert asked(smoke) == [("tiny, batch 16", [1, 2])]
-    assert {c.seed for c in smoke.configurations} == {3}
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_auto_measures_several_only_where_they_may_pay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """S003's thresholds: a network of ten million parameters wants several devices from batch 64 on."""
+def test_what_is_measured_by_batches_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto`` by S003's thresholds: ten million parameters want several devices from batch 64 on."""
     monkeypatch.setattr(experiments, "cohorts_here", lambda *_: [])
-    parts = planned(tmp_path, "--ranks", "auto", "--batch-sizes", "32,64,128", "--network", "seed")
-    assert [[(n, ranks) for n, ranks in asked(p) if "weak" not in n] for p in parts] == [
-        [("seed, batch 64", [1, 2]), ("seed, batch 128", [1, 2])],
-        [("seed, batch 32", [1])],
-    ]
-    assert capsys.readouterr().err.count("--ranks auto:") == 3
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_one_device_is_measured_alone_unless_several_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    monkeypatch.setattr(planning, "free_cores", lambda: 1)
-    code, out, err = call("benchmark", "--ranks", "multi", "--output-dir", tmp_path / "busy")
-    assert (code, out, "--oversubscribe" in err, (tmp_path / "busy").exists()) == (2, "", True, False)
+    names = ["tiny, batch 16", "tiny, batch 32", "tiny, batch 16 per rank, weak scaling"]
+    cases = {
+        "--batch-sizes 16,32": [[(name, [1, 2]) for name in names]],
+        "--batch-sizes 16,32 --ranks single": [[(name, [1]) for name in names[:2]]],
+        "--batch-sizes 16,32 --ranks multi": [[(name, [2]) for name in names]],
+        "--batch-sizes 32,64 --network seed --ranks auto --preset smoke": [
+            [("seed, batch 64", [1, 2])],
+            [("seed, batch 32", [1])],
+        ],
+    }
+    for words, expected in cases.items():
+        assert [asked(part) for part in planned(tmp_path, *words.split())] == expected
+    (smoke,) = planned(tmp_path, "--preset", "smoke", "--seed", "3", "--loader-workers", "1")
+    assert asked(smoke) == [(names[0], [1, 2])]
+    assert {(c.seed, c.loader, c.loader_workers) for c in smoke.configurations} == {(3, "files", 1)}
+    monkeypatch.setattr(report, "several_ranks", lambda _: 3)
+    (found,) = planned(tmp_path)  # the defaults cannot be shared by three
+    assert [name for name, _ in asked(found) if "weak" not in name] == ["tiny, batch 96"]
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     (only,) = planned(tmp_path, "--batch-sizes", "16")
     assert asked(only) == [("tiny, batch 16", [1])]
-    code, out, err = call("benchmark", "--ranks", "multi", "--output-dir", tmp_path)
-    assert (code, out, err.count("\n")) == (1, "", 1)
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_refusals_in_one_line(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_in_one_line_leave_nothing_behind(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {
         "--batch-sizes 16,x": "16,x",
         "--batch-sizes 15": "15",
         "--loader-workers 9": "loader_workers is 9",
         "--machine here": "--ledger",
         "--ledger none.jsonl": "none.jsonl",
+        "--ranks multi": "--oversubscribe",
     }
     for words, named in refused.items():
+        monkeypatch.setattr(planning, "free_cores", lambda busy="multi" in words: 1 if busy else 4)
         code, out, err = call("benchmark", *words.split(), "--output-dir", tmp_path / "out")
         assert (code, out, named in err.splitlines()[-1]) == (2, "", True)
-    monkeypatch.setattr(report, "several_ranks", lambda _: 3)
-    (found,) = planned(tmp_path)  # the defaults cannot be shared by three
-    assert [name for name, _ in asked(found) if "weak" not in name] == ["tiny, batch 96"]
+        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    assert call("benchmark", "--ranks", "multi", "--output-dir", tmp_path)[:2] == (1, "")
 
 
 # --- what the records say --------------------------------------------------------------------------------------------

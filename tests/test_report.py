@@ -241,14 +241,6 @@ def test_wrong_values_are_refused_before_anything_starts(
 
 # --- stopped, killed, and the smoke report that was just made --------------------------------------------------------
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from ddpm_lab.reports.report import report
-folder = Path(sys.argv[1])
-if __name__ == "__main__":
-    sys.exit(report(preset="smoke", output_dir=folder / "out", notebooks=sorted(folder.glob("*.ipynb"))).exit_code)
-"""
 SLEEP = "import os, time\nprint('began', flush=True)\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(300)"
 
 
@@ -256,8 +248,8 @@ def begin(folder: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
     """A report in a process of its own with a notebook that sleeps and one after it; also the first one's kernel."""
     write(folder / "02_b.ipynb", SLEEP)
     write(folder / "03_c.ipynb", ANSWER)
-    (folder / "run.py").write_text(SCRIPT)
-    command = [sys.executable, "run.py", str(folder)]
+    command = [sys.executable, "-m", "ddpm_lab", "report", "--preset", "smoke", "--output-dir", str(folder / "out")]
+    command += [word for file in sorted(folder.glob("*.ipynb")) for word in ("--notebook", str(file))]
     started = subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     limit = time.monotonic() + 60
     while not (folder / "pid").exists() or not (folder / "pid").read_text():
