@@ -15,7 +15,7 @@ from typing import TextIO
 from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
 from ddpm_lab.cli.options import Parser
-from ddpm_lab.training.stopping import Stop, Stopped
+from ddpm_lab.training.stopping import Stop, Stopped, signal_name
 
 ABOUT = "Which settings train a diffusion model fastest here, and do they cost quality?"
 GROUPS = {
@@ -90,11 +90,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
             result: int = options.command(options)
     except LabError as error:
-        print(f"ddpm-lab: {error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 2))
+        code = int(getattr(error, "exit_code", 2))
+        lines = "\n" * (code == 1 and "hint" in options)  # ends a line of progress
+        print(f"{lines}ddpm-lab: {error}", file=sys.stderr)
+        return code
     except KeyboardInterrupt as ended:
-        print("\nddpm-lab: stopped; every complete set is in the ledger, the same command goes on", file=sys.stderr)
-        return 128 + (ended.number if isinstance(ended, Stopped) else signal.SIGINT)
+        number = ended.number if isinstance(ended, Stopped) else signal.SIGINT
+        said = "stopped; every complete set is in the ledger, the same command goes on"
+        if "hint" in options:
+            said = f"{signal_name(number)}, {options.hint()}"
+        print(f"\nddpm-lab: {said}", file=sys.stderr)
+        return 128 + number
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run
-from ddpm_lab.training.run_folder import RunFailed
-from ddpm_lab.training.stopping import Stop, Stopped, signal_name
+from ddpm_lab.training.stopping import Stop, signal_name
 
 TRAINED_BY = {
     "network": "seed on a GPU, tiny on a CPU",
@@ -58,13 +57,10 @@ def train(options: argparse.Namespace) -> int:
     """128 and the signal's number if one ended it."""
     if options.output_dir is None:
         raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
-    stop = Stop()
-
-    def hint() -> str:
-        goes_on = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
-        return f"stopped at once; the same command {goes_on}"
-
-    return _ended(lambda: _train(options, stop), stop, hint)
+    ends = ("starts again: nothing was trained this time", "goes on from the last checkpoint")
+    options.hint = lambda: f"stopped at once; the same command {ends[stop.gentle]}"
+    with Stop() as stop:
+        return _train(options, stop)
 
 
 def _train(options: argparse.Namespace, stop: Stop) -> int:
@@ -107,10 +103,7 @@ def sample(options: argparse.Namespace) -> int:
     if bool(options.inception) != bool(options.data):
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
-    return _ended(lambda: _sample(options), Stop(), lambda: "the images that were made stay, the same command goes on")
-
-
-def _sample(options: argparse.Namespace) -> int:
+    options.hint = lambda: "the images that were made stay, the same command goes on"
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
     if not checkpoint.name:
         raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
@@ -134,19 +127,6 @@ def _sample(options: argparse.Namespace) -> int:
         write_grid(paths, folder / "grid.png")
     print(folder / "grid.png" if options.grid else folder)
     return 0
-
-
-def _ended(work: Callable[[], int], stop: Stop, hint: Callable[[], str]) -> int:
-    """The exit code of ``work``; a signal and a failure are one sentence on stderr."""
-    try:
-        with stop:
-            return work()
-    except Stopped as stopped:
-        print(f"\nddpm-lab: {signal_name(stopped.number)}, {hint()}", file=sys.stderr)
-        return 128 + stopped.number
-    except RunFailed as failed:
-        print(f"\nddpm-lab: {failed}", file=sys.stderr)
-        return 1
 
 
 def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
