@@ -14,9 +14,9 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, plain, tell, track, tracker_chosen
+from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, plain, tell, tracker_chosen
 from ddpm_lab.explain import table
-from ddpm_lab.explain.bands import DEFAULT, bands
+from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.files import expanded, writing
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
@@ -86,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
             images = {c.data_sha256: train_count(c) for c in one.experiment.configurations if c.data}
             runs += summary.of_records(experiments.records_of(one), images)
         summary.tell(runs)
-    track(tracker, *measured)
+    _track(tracker, measured)
     return 0 if all(one.completed for one in measured) else 1
 
 
-def _answer(measured: Any, named: Any) -> dict[str, Any]:
+def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without scipy, where its records lie."""
     values = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
@@ -120,6 +120,18 @@ def _show(found: dict[str, Any]) -> None:
     for split in found.get("lost_scaling", ()):
         print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
         table.show(split["parts"])
+
+
+def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
+    """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
+    for one in measured if tracker else ():
+        try:
+            from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
+
+            tracked.tell(str(tracker), experiments.study_of(one))
+        except Exception as error:  # whatever fails here takes nothing from what was measured
+            reason = f"{type(error).__name__}: {error}"
+            print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------
@@ -156,8 +168,7 @@ def compare(options: argparse.Namespace) -> int:
     if page and (path := options.summary or os.environ.get("GITHUB_STEP_SUMMARY")):
         with writing(expanded(path), option="--summary"), expanded(path).open("a") as file:
             file.write(page)
-    if not isinstance(measured, gate.Unchanged):
-        track(tracker, measured)
+    _track(tracker, () if isinstance(measured, gate.Unchanged) else [measured])
     return code
 
 

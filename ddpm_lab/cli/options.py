@@ -6,17 +6,13 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ddpm_lab.checks import ConfigError, did_you_mean, percent
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
-
-if TYPE_CHECKING:
-    from ddpm_lab.questions.planning import Measured
 
 KEY_VARIABLE = "COMET_API_KEY"
 COMET = f"Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)"
@@ -227,16 +223,3 @@ def tracker_chosen(option: str | None) -> str | None:
         )
     name = option or ("comet" if has_key else "none")
     return None if name == "none" else name
-
-
-def track(tracker: str | None, *measured: Measured) -> None:
-    """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
-    for one in measured if tracker else ():
-        try:
-            from ddpm_lab.questions import experiments  # noqa: PLC0415 - not on a bare GPU node
-            from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
-
-            tracked.tell(str(tracker), experiments.study_of(one))
-        except Exception as error:  # whatever fails here takes nothing from what was measured
-            reason = f"{type(error).__name__}: {error}"
-            print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)

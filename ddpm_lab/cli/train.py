@@ -58,8 +58,8 @@ def train(options: argparse.Namespace) -> int:
     if options.output_dir is None:
         raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
     ends = ("starts again: nothing was trained this time", "goes on from the last checkpoint")
-    options.hint = lambda: f"stopped at once; the same command {ends[stop.gentle]}"
     with Stop() as stop:
+        options.hint = lambda: f"stopped at once; the same command {ends[stop.gentle]}"
         return _train(options, stop)
 
 
