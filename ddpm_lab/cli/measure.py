@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without scipy, where its records lie."""
-    values = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
+    values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"

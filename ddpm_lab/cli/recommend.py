@@ -44,7 +44,7 @@ def recommend(options: argparse.Namespace) -> int:
     no_search = reads(options, "workload", "train_images")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    settings = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
+    settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
     settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():

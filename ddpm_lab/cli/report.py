@@ -157,7 +157,8 @@ def summary(options: argparse.Namespace) -> int:
     sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
         return _difference(options)
-    rows, apart = [], []
+    rows: list[runs.Summary] = []
+    apart: list[runs.Summary] = []
     for source in sources:
         if source.suffix == ".jsonl":
             from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415 - needs Matplotlib

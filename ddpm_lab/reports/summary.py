@@ -202,7 +202,8 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> 
         base, told = alone.get((gpu, per_device), ()), f"weak scaling; {told}"
     every = (run, *base)
     times = [each.seconds if len({r.epochs for r in every}) == 1 else each.epoch_seconds for each in every]
-    known, gain = [time for time in times if time], {}
+    known = [time for time in times if time]
+    gain: dict[str, Any] = {}
     if not base:
         told = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
     elif len(known) < len(times):
