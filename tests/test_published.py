@@ -66,8 +66,11 @@ def test_the_lab_s_own_questions_are_published_and_nothing_of_alice(original: Pa
     assert kept == [(r.run_id, r.windows, r.cohort) for r in own_records() if r.experiment == "amp"]
 
 
-def test_the_looks_are_published_with_what_was_shown(tmp_path: Path) -> None:
-    """Without them a published verdict would pay for one look. Those at a user's own comparison stay at home."""
+def test_looks_are_published_with_what_was_shown_and_trials_of_other_code(tmp_path: Path) -> None:
+    """Without the looks a verdict would pay for one; what is learned does not depend on the code that times it.
+
+    Looks at a user's own comparison stay at home.
+    """
     found = own_records()
     sets = {name: list(dict.fromkeys(r.set_id for r in found if r.experiment == name)) for name in ("amp", "compare")}
 
@@ -78,22 +81,17 @@ def test_the_looks_are_published_with_what_was_shown(tmp_path: Path) -> None:
         return dataclasses.replace(first, role="look", windows=(), environment=where, look=told)
 
     looks = [look("amp", sets["amp"][:4], 1), look("amp", sets["amp"], 2), look("compare", sets["compare"], 3)]
-    Ledger(tmp_path / "own.jsonl").append([*found, *looks])
-    published.publish([tmp_path / "own.jsonl"], None, tmp_path)
-    kept = [r for r in Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0] if r.role == "look"]
-    assert [(r.experiment, r.look) for r in kept] == [("amp", r.look) for r in looks[:2]]
-    assert published.check(tmp_path) == []
-
-
-def test_trials_stay_published_when_other_code_is_tried(tmp_path: Path) -> None:
-    """What is learned does not depend on the code that times it: a verdict is not lost because another is added."""
     told = {"code-1": {"bf16": (RunConfig(precision="bf16"), 0.0)}, "code-2": {"compiled": (COMPILED, 0.0)}}
-    found = [r for code, tried in told.items() for r in make.trials(tried, seeds=3, code_version=code)]
-    Ledger(tmp_path / "own.jsonl").append(found)
+    trials = [r for code, tried in told.items() for r in make.trials(tried, seeds=3, code_version=code)]
+    Ledger(tmp_path / "own.jsonl").append([*trials, *found, *looks])
     published.publish([tmp_path / "own.jsonl"], None, tmp_path)
     kept = Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0]
-    was, now = ({(r.code_version, r.label, r.config.seed) for r in each} for each in (found, kept))
-    assert (was, len(found)) == (now, len(kept))
+    assert [(r.experiment, r.look) for r in kept if r.role == "look"] == [("amp", r.look) for r in looks[:2]]
+    was, now = (
+        [(r.code_version, r.label, r.config.seed) for r in each if r.role == "quality"] for each in (trials, kept)
+    )
+    assert was == now
+    assert published.check(tmp_path) == []
 
 
 def test_publishing_again_changes_no_byte(output: Path) -> None:

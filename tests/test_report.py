@@ -24,13 +24,11 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import agenda
-from ddpm_lab.questions.planning import Measured, Planned
 from ddpm_lab.reports import report
 from ddpm_lab.reports.anonymous import FIELDS, MODULES
 from ddpm_lab.reports.notebooks import NUMBERED, ReportError, load
 
 v4: Any = nbformat.v4
-MEASURE = agenda.measure
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 HERE = hardware.machine().name
 ANSWER = f"""from IPython.display import display
@@ -158,46 +156,28 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 def test_what_the_notebooks_show_is_measured_first_within_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: dict[str, dict[str, Any]]
 ) -> None:
-    """One of the user's own measures by itself, and what takes long is measured in ``full`` alone."""
+    """One of the user's own and the search measure by themselves; what takes long is measured in ``full`` alone."""
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(agenda, "measure", lambda questions, **given: asked.update(given, questions=questions))
-    own = write(tmp_path / "10_own.ipynb", "print(1)", parameters="preset = 'quick'  # sizes")
-    for preset, names in {"smoke": ["amp"], "full": ["amp", "peers"]}.items():
-        copied.clear()
-        run(["amp", "peers", own], tmp_path / preset, preset=preset, minutes=2)
-        assert list(asked["questions"]) == names
-        assert 0 < asked["seconds"] <= 120 - 3 * report.NOTEBOOK_SECONDS
-        minutes = {name: values.get("minutes") for name, values in copied.items()}
-        assert minutes == {"03_amp": 0, "07_peers": 0 if "peers" in names else None, "10_own": None}
 
+    def measure(questions: dict[str, Any], seconds: float, **_: Any) -> None:
+        asked.update(questions=list(questions), seconds=seconds)
+        if seconds < 60:
+            raise ConfigError("minutes is 0.5: 4 sets take about 9 minutes")
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Questions are planned, and not measured: the seconds of each."""
-    asked: dict[str, float] = {}
-
-    def measure(planned: Planned, *, seconds: float, **_: Any) -> Measured:
-        asked.setdefault(planned.campaign.experiment.name, seconds)
-        return planned.result()
-
-    monkeypatch.setattr(agenda, "measure", MEASURE)
-    monkeypatch.setattr(Planned, "measure", measure)
-    return asked
-
-
-def test_how_the_minutes_are_shared_and_that_too_few_are_refused(
-    tmp_path: Path, planned: dict[str, float], copied: dict[str, dict[str, Any]]
-) -> None:
-    cpu = {"parameters": {"device": "cpu"}}
-    with pytest.raises(ReportError, match=r"^minutes is 0.1, .* 4 sets of the primary comparison take about"):
-        run(["03_amp"], tmp_path, preset="quick", minutes=0.1, **cpu)
-    assert not planned
-    assert not copied
-    run(["03_amp", "06_recommendation"], tmp_path, preset="full", minutes=60, **cpu)
-    assert list(planned) == ["amp"]
-    assert 0 < planned["amp"] < 30 * 60 * agenda.PRIMARY_SHARE
-    assert copied["03_amp"]["minutes"] == 0
-    assert 28 < copied["06_recommendation"]["minutes"] < 30, "the search is one of its own"
+    monkeypatch.setattr(agenda, "measure", measure)
+    names = ["amp", "peers", "recommendation", write(tmp_path / "10_own.ipynb", "1", parameters="preset = 1  # own")]
+    minutes: dict[str, Any] = {"03_amp": 0, "06_recommendation": None, "07_peers": None, "10_own": None}
+    run(names, tmp_path / "smoke", minutes=9)
+    assert asked["questions"] == ["amp"]
+    assert {name: values.get("minutes") for name, values in copied.items()} == minutes
+    run(names, tmp_path / "full", preset="full", minutes=9)
+    share = pytest.approx(asked["seconds"] / 2 / 60)
+    assert asked["questions"] == ["amp", "peers"]
+    shown = {name: values.get("minutes") for name, values in copied.items()}
+    assert shown == minutes | {"07_peers": 0, "06_recommendation": share}
+    assert 60 * 6 - 4 * report.NOTEBOOK_SECONDS < asked["seconds"] < 60 * 6
+    with pytest.raises(ReportError, match=r"^minutes is 1, .* 4 sets take about 9"):
+        run(names, tmp_path / "less", minutes=1)
 
 
 @pytest.mark.usefixtures("copied")

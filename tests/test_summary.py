@@ -38,7 +38,7 @@ from ddpm_lab.reports.summary import (
     unexpected,
 )
 from ddpm_lab.settings_file import settings_text
-from ddpm_lab.training.run_folder import RunFolder, trained
+from ddpm_lab.training.run_folder import RunFolder
 
 BASE = RunConfig()
 
@@ -117,26 +117,6 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
     assert [*grid([shared])[0].values()][4] == "unknown"
-
-
-ROWS = st.lists(st.tuples(st.floats(0.01, 1e5), st.none() | st.floats(0.001, 2)), min_size=1, max_size=30)
-
-
-@given(ROWS, st.integers(1, 256))
-def test_seconds_of_a_run_are_those_of_its_steps(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[float, float | None]], batch: int
-) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    with RunFolder(folder) as run:
-        run.open_logs(0)
-        for i, (rate, loss) in enumerate(rows, 1):
-            more = {} if loss is None else {"held_out_loss": loss}
-            run.log([{"step": i, "loss": 1.0, "images_per_second": float(f"{rate:.6g}"), **more}])
-    steps, seconds, best = trained(folder, batch)
-    assert steps == len(rows)
-    assert seconds == pytest.approx(sum(batch / rate for rate, _ in rows), rel=1e-4)
-    assert best == min((loss for _, loss in rows if loss is not None), default=None)
-    assert trained(folder / "none", 8) == (0, 0.0, None)
 
 
 def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
