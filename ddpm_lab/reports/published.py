@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Template
 from PIL import Image, ImageFilter
 
 from ddpm_lab.explain import frames
@@ -32,18 +31,6 @@ FIGURES = Path("image_output", "published")
 RECORDS = PUBLISHED
 BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
 END = "<!-- end of answers -->"
-ANSWERS = """\
-![{{ first.headline }}]({{ folder }}/{{ names[first.experiment] }}.png)
-
-{{ where }} ([every figure]({{ folder }})):
-
-| question | answer | ratio, 95 % interval | quality |
-| --- | --- | --- | --- |
-{% for found in answers -%}
-{% set cells = [found.headline, found.speed, found.quality.removeprefix("quality ")] -%}
-{% set figure = folder ~ "/" ~ names[found.experiment] ~ ".png" -%}
-| [{{ found.question }}]({{ figure }}) | {{ cells | map("replace", "|", bar) | join(" | ") }} |
-{% endfor %}"""
 
 
 def rebuild(
@@ -120,15 +107,16 @@ def _readme(output: Path) -> str | None:
         return f"{before}{BEGIN}\nNo measurements are published yet.\n{END}{after}"
     _, slug, shown, told = max(machines, key=lambda each: each[0])
     first = next((each for each in told if each.experiment == RECOMMENDATION), told[0])
-    answers = Template(ANSWERS).render(
-        first=first,
-        where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
-        folder=(FIGURES / slug).as_posix(),
-        names={name: entry.about.file for name, entry in every_question().items()},
-        answers=told,
-        bar="\\|",
-    )
-    return f"{before}{BEGIN}\n{answers}{END}{after}"
+    folder, measured = (FIGURES / slug).as_posix(), shown[first.experiment]
+    figures = {name: f"{folder}/{entry.about.file}.png" for name, entry in every_question().items()}
+    lines = [f"![{first.headline}]({figures[first.experiment]})", ""]
+    lines += [f"{measured.hardware}, {measured.date} ([every figure]({folder})):", ""]
+    lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
+    for one in told:
+        cells = (one.headline, one.speed, one.quality.removeprefix("quality "))
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| [{one.question}]({figures[one.experiment]}) | {row} |")
+    return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
 
 def check(output: Path) -> list[str]:
