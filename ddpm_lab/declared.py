@@ -78,7 +78,7 @@ class Option:
             choice(place, value, choices)
             if isinstance(value, int | float) and type(value) is not type(choices[0]):  # 1 is no True
                 raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
-        elif dataclasses.is_dataclass(kind) or kind is str:
+        elif kind is str or dataclasses.is_dataclass(self.kind):
             if not isinstance(value, kind):
                 names = "a text in quotation marks" if kind is str else f"settings: {', '.join(options(kind))}"
                 raise ConfigError(f"{place} is {value!r}: give {names}")

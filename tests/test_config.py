@@ -56,12 +56,14 @@ def test_every_setting_but_the_data_folder_is_part_of_the_identity_and_survives(
         assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
     usual = RunConfig(world_size=2, device="cuda")
     ids = {usual.run_id}
+    kind: Any
     for part, kind in PARTS:
         values = INSIDE[part]
         assert set(values) == {f.name for f in dataclasses.fields(kind)}
         for name, value in values.items():
             needs = {"loss": "l2"} if name == "min_snr_gamma" else {}
-            config = dataclasses.replace(usual, **{part: kind(**needs, **{name: value})})
+            changed_part: dict[str, Any] = {part: kind(**needs, **{name: value})}
+            config = dataclasses.replace(usual, **changed_part)
             assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
             ids.add(config.run_id)
     assert len(ids) == 1 + sum(map(len, INSIDE.values()))

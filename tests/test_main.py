@@ -34,8 +34,8 @@ def test_every_command_and_option_has_help_and_the_overview_names_all(call: Call
     overview = call("--help")[1]
     assert [line.split()[0] for line in overview.splitlines() if line.startswith("    ")][: len(COMMANDS)] == COMMANDS
     for name in COMMANDS:
-        (subparsers,) = (a for a in _parser([name])._actions if isinstance(a.choices, dict))
-        assert all(action.help for action in subparsers.choices[name]._actions), name
+        (commands,) = (a.choices for a in _parser([name])._actions if isinstance(a.choices, dict))
+        assert all(action.help for action in commands[name]._actions), name
         code, out, err = call(name, "--help")
         assert (code, err) == (0, "")
         assert f"example: ddpm-lab {name}" in out

@@ -165,7 +165,8 @@ def test_what_the_notebooks_show_is_measured_first_within_the_time(
             raise ConfigError("minutes is 0.5: 4 sets take about 9 minutes")
 
     monkeypatch.setattr(agenda, "measure", measure)
-    names = ["amp", "peers", "recommendation", write(tmp_path / "10_own.ipynb", "1", parameters="preset = 1  # own")]
+    own = write(tmp_path / "10_own.ipynb", "1", parameters="preset = 1  # own")
+    names: list[Path | str] = ["amp", "peers", "recommendation", own]
     minutes: dict[str, Any] = {"03_amp": 0, "06_recommendation": None, "07_peers": None, "10_own": None}
     run(names, tmp_path / "smoke", minutes=9)
     assert asked["questions"] == ["amp"]

@@ -159,7 +159,7 @@ def test_what_is_trained_and_where_should_not_differ() -> None:
     with pytest.raises(ConfigError, match="'ranks'"):
         unexpected({}, ["ranks"])
     here = make.record(replace(BASE, data="/one"))
-    moved = {"config": replace(BASE, data="/other"), "code_version": "code-2"}
+    moved: dict[str, Any] = {"config": replace(BASE, data="/other"), "code_version": "code-2"}
     there = replace(here, environment=make.environment(make.GPUS), **moved)
     found = differences(of_record("a", here), of_record("b", there))
     assert list(found) == unexpected(found, None) == ["machine", "code version"], "and not the place of the images"

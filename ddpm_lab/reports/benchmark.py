@@ -117,8 +117,10 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
     """
     config, last = row.config, ([r for r in study.records if r.run_id == row.run_id] or study.records)[-1]
     of_row = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
-    of_config = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
-    of_config += ("precision", "compile", "loader", "loader_workers")
+    of_config = (
+        *("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size"),
+        *("precision", "compile", "loader", "loader_workers"),
+    )
     has_gain, strong = compared(row), row.scaling == "strong"
     ratio, efficiency = (row.ratio, row.efficiency) if has_gain else (Interval(value=math.nan),) * 2
     values = {
