@@ -8,22 +8,45 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from importlib import import_module
 from typing import TextIO
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
-from ddpm_lab.cli import check, cluster, measure, recommend, report, train
 from ddpm_lab.cli.options import Parser
-from ddpm_lab.training.stopping import Stop, Stopped
+from ddpm_lab.training.stopping import Stop, Stopped, signal_name
 
+ABOUT = "Which settings train a diffusion model fastest here, and do they cost quality?"
 GROUPS = {
-    "measure": ("run", "compare", "recommend", "bottleneck", "strategy", "check"),
-    "train": ("prepare", "train", "sample"),
-    "report": ("report", "figures", "benchmark", "summary"),
-    "cluster": ("rank", "submit", "collect"),
+    "measure": {
+        "run": "Measure one or more experiments; again, more sets where inconclusive.",
+        "compare": "Compare the speed of two training steps, or of one in two revisions.",
+        "recommend": "Search the fastest configuration whose quality is not worse.",
+        "bottleneck": "Report what takes the time of a step, and what to change next.",
+        "strategy": "Say whether one rank or several should train, and why.",
+        "check": "Say what this machine has and lacks, or how finely it measures.",
+    },
+    "train": {
+        "prepare": "Decode images once into a folder that experiments use.",
+        "train": "Train on your images, with checkpoints and samples, or go on.",
+        "sample": "Draw images from a checkpoint, or those that are missing.",
+    },
+    "report": {
+        "report": "Execute the notebooks and write their pages.",
+        "figures": "Rebuild figures and findings from records; needs no torch.",
+        "benchmark": "Write a folder: one GPU against several, with tables and figures.",
+        "summary": "Print runs as a table with speed-ups; of two runs, what differs.",
+    },
+    "cluster": {
+        "rank": "Run a command on several hosts, in processes that torchrun started.",
+        "submit": "Submit a command as a SLURM job, or as an array of jobs.",
+        "collect": "Collect records of SLURM jobs into the ledger, and show their runs.",
+    },
 }
 """The commands as --help lists them."""
+MODULES = {"recommend": "recommend", "bottleneck": "recommend", "check": "check"}
+"""Where a command is, if not in the module of ``ddpm_lab.cli`` that is called as its group."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,37 +86,39 @@ def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(words).parse_args(words)
     try:
-        with _ended_by_sigterm():
+        # SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that.
+        with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
             result: int = options.command(options)
     except LabError as error:
-        print(f"ddpm-lab: {error}", file=sys.stderr)
-        refused: int = getattr(error, "exit_code", 2)
-        return refused
+        code = int(getattr(error, "exit_code", 2))
+        lines = "\n" * (code == 1 and "hint" in options)  # ends a line of progress
+        print(f"{lines}ddpm-lab: {error}", file=sys.stderr)
+        return code
     except KeyboardInterrupt as ended:
-        print("\nddpm-lab: stopped; every complete set is in the ledger, the same command goes on", file=sys.stderr)
-        return 128 + (ended.number if isinstance(ended, Stopped) else signal.SIGINT)
+        number = ended.number if isinstance(ended, Stopped) else signal.SIGINT
+        said = "stopped; every complete set is in the ledger, the same command goes on"
+        if "hint" in options:
+            said = f"{signal_name(number)}, {options.hint()}"
+        print(f"\nddpm-lab: {said}", file=sys.stderr)
+        return 128 + number
     return result
 
 
-def _ended_by_sigterm() -> AbstractContextManager[object]:
-    """SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that."""
-    return Stop() if threading.current_thread() is threading.main_thread() else nullcontext()
-
-
 def _parser(words: Sequence[str]) -> Parser:
-    """The parser of all commands; that of ``words`` has its options from everywhere."""
-    about = "Which settings train a diffusion model fastest here, and do they cost quality?"
-    parser = Parser(prog="ddpm-lab", description=about)
+    """The parser of all commands; the one that ``words`` begin with has its options, and its module is loaded."""
+    lines = [ABOUT]
+    parser = Parser(prog="ddpm-lab")
     parser.add_argument("--version", action="version", version=f"ddpm-lab {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (measure, recommend, check, train, report, cluster):
-        for command in module.COMMANDS:
-            command.add(commands, words)
-    parser.set_defaults(main=main, parser_of=_parser)
-    lines = []
-    for group, names in GROUPS.items():
-        lines += ["", f"{group}:", *(f"    {name:11} {commands.choices[name].description}" for name in names)]
-    parser.description = "\n".join([about, *lines])
+    for group, members in GROUPS.items():
+        lines += ["", f"{group}:", *(f"    {name:11} {about}" for name, about in members.items())]
+        for name, about in members.items():
+            command = commands.add_parser(name, description=about)
+            if words[:1] == [name]:
+                module = import_module(f"ddpm_lab.cli.{MODULES.get(name, group)}")
+                module.COMMANDS[name].fill(command, words[1:])
+    parser.set_defaults(main=main, parser_of=_parser, typed=words)
+    parser.description = "\n".join(lines)
     return parser
 
 

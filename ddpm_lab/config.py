@@ -205,9 +205,8 @@ class RunConfig:
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):
             yield f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU"
         for name, able in ABLE.items() if self.is_own else ():
-            if getattr(self, name) not in able:
-                allowed = ", ".join(map(str, able))
-                yield f"{name} of {self.work_name} is {getattr(self, name)!r}: choose one of {allowed}"
+            if (value := getattr(self, name)) not in able:
+                yield f"{name} of {self.work_name} is {value!r}: choose one of {', '.join(map(str, able))}"
 
     def _without_effect(self) -> Iterator[str]:
         """Settings that would change nothing in this configuration, in sentences."""

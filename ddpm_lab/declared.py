@@ -73,21 +73,18 @@ class Option:
         return tuple(self._one(v, place) for v in value)
 
     def _one(self, value: Any, place: str) -> Any:
-        choices = self.opt.choices or ((True, False) if self.kind is bool else ())
-        if choices:
+        kind: Any = self.kind
+        if choices := self.opt.choices or ((True, False) if kind is bool else ()):
             choice(place, value, choices)
             if isinstance(value, int | float) and type(value) is not type(choices[0]):  # 1 is no True
                 raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
-        elif dataclasses.is_dataclass(self.kind):
-            if not isinstance(value, typing.cast(type, self.kind)):
-                names = ", ".join(options(typing.cast(Any, self.kind)))
-                raise ConfigError(f"{place} is {value!r}: give settings by name, some of {names}")
-        elif self.kind is str:
-            if not isinstance(value, str):
-                raise ConfigError(f"{place} is {value!r}: give a text in quotation marks")
-        elif not self.opt.allows(self.kind, value):
+        elif kind is str or dataclasses.is_dataclass(self.kind):
+            if not isinstance(value, kind):
+                names = "a text in quotation marks" if kind is str else f"settings: {', '.join(options(kind))}"
+                raise ConfigError(f"{place} is {value!r}: give {names}")
+        elif not self.opt.allows(kind, value):
             none = ", or null for none" if self.optional else ""
-            raise ConfigError(f"{place} is {value!r}: give {self.opt.limits(self.kind)}{none}")
+            raise ConfigError(f"{place} is {value!r}: give {self.opt.limits(kind)}{none}")
         return value
 
 

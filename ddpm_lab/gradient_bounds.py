@@ -11,38 +11,35 @@ from typing import Any
 
 BOUNDS = {
     "fp32": (1e-5, 1e-4, 1e-3),
-    "tf32": (2e-3, 0.02, 0.1),
-    "fp16": (2e-3, 0.02, 0.1),
+    **dict.fromkeys(("tf32", "fp16"), (2e-3, 0.02, 0.1)),
     "bf16": (1e-2, 0.1, 0.5),
 }
 """The most by which a sound step is off, relative to fp32, by precision: its loss, its gradient, its worst layer's.
 
-Measured on a CPU over the networks tiny and seed, both losses, several seeds and batches of 8 to 64, in up to 20 steps
-from 0, 20 and 300 on; each is well above what sound settings show, and well below what a defect does. fp32, with
-accumulation, two ranks, compiled, with joined kernels, and of the plain implementation: 2e-7, 1e-5 and 3e-5. That grows
-with the number of values that are added up, which is larger on a GPU, so there is room for ten times as much. bf16: up
-to 9e-4, 0.04 and 0.2 in the first 40 steps; after 300 the gradient itself was smaller, and off by up to 0.1, its worst
-layer's by 0.3. tf32 and fp16 need a GPU and have not been measured: both keep three bits more than bf16, so an eighth
-of its errors is expected, and a fifth of its bounds granted. The cosine needs no bound of its own: with an error of e
-it is at least sqrt(1 - e^2).
+Measured on a CPU over tiny and seed, both losses, several seeds, batches of 8 to 64, up to 20 steps from 0, 20 and 300
+on; well above what sound settings show, and well below what a defect does. fp32 (accumulation, two ranks, compiled,
+joined kernels, plain): 2e-7, 1e-5 and 3e-5; it grows with the number of values that are added up, so a GPU has room for
+ten times as much. bf16: up to 9e-4, 0.04 and 0.2 in the first 40 steps; after 300 the gradient itself was smaller, and
+off by 0.1, its worst layer's by 0.3. tf32 and fp16 have not been measured: both keep three bits more than bf16, so an
+eighth of its errors is expected, and a fifth of its bounds granted. With an error of e the cosine is at least
+sqrt(1 - e^2), and needs no bound of its own.
 """
 
 HOOKS = {"none": (0.0, 0.0, 0.0), "bf16": (0.0, 0.01, 0.05), "fp16": (0.0, 0.002, 0.02)}
 """What an exchange by a hook may add to these: it rounds each rank's gradient, and their sum.
 
 Measured with two gloo ranks in fp32, tiny and seed, both losses, batches of 8 and 64, after 10 and 100 steps. bf16: the
-gradient was off by 2.4e-3, the worst layer's by up to 7e-3. fp16: the gradient by 3e-4, but where a layer's gradient
-falls below what fp16 can hold, that layer's by 0.03 to 0.8 (tiny, in each of four runs): no scaler guards an exchange.
-That is a defect for which there is no room here.
+gradient was off by 2.4e-3, the worst layer's by 7e-3. fp16: the gradient by 3e-4, but a layer's that falls below what
+fp16 can hold by 0.03 to 0.8: no scaler guards an exchange. For that defect there is no room here.
 """
 
 FLIPS = (0.0, 0.02, 0.2)
 """What a flipped sign may do to one step, in any precision.
 
-Under an L1 loss the gradient at the output has the same size everywhere, and its sign turns where the prediction meets
-its target. In fp32 the rounding of N outputs turns one of these signs about every hundredth step, which changes the
-output's gradient by 2 / sqrt(N); measured in the weights': 3e-3, and 0.02 in the worst layer's. A defect is in every
-step, so under an L1 loss the median step has to keep the bounds above, and the worst step these.
+Under an L1 loss the gradient at an output turns its sign where the prediction meets its target. In fp32 rounding turns
+one of N about every hundredth step, which changes the output's gradient by 2 / sqrt(N); measured in the weights': 3e-3,
+and 0.02 in the worst layer's. A defect is in every step, so under an L1 loss the median step has to keep the bounds
+above, and the worst step these.
 """
 
 RANKS = 1e-6

@@ -71,9 +71,8 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise LedgerError(
-                f"cannot write the ledger {self.path}: {error.strerror}; choose another folder"
-            ) from error
+            sentence = f"cannot write the ledger {self.path}: {error.strerror}; choose another folder"
+            raise LedgerError(sentence) from error
 
     def heads(self) -> tuple[list[Head], list[Damaged]]:
         """What each record is, in the order they were written, and the lines that could not be read.
@@ -104,8 +103,7 @@ def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
 def _read(
     make: Callable[[Path, int, bytes], T], lines: Iterable[tuple[Path, int, bytes]]
 ) -> tuple[list[T], list[Damaged]]:
-    made: list[T] = []
-    damaged: list[Damaged] = []
+    made, damaged = [], []
     for path, number, text in lines:
         try:
             made.append(make(path, number, text))
@@ -119,20 +117,15 @@ def _read(
 def _head(path: Path, number: int, text: bytes) -> Head:
     values = json.loads(text)
     check_schema(values["schema"])
-    machine, plan = _machine(json.dumps(values["environment"]["machine"])), _plan(json.dumps(values["plan"]))
+    where = values["environment"]
+    machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
     cohort = (machine.key, values["code_version"], values["config"]["data_sha256"], plan.key)
-    date = values["environment"]["date"]
-    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, date)
+    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, where["date"])
 
 
-@lru_cache(maxsize=256)
-def _machine(text: str) -> Machine:
-    return Machine(**json.loads(text))
-
-
-@lru_cache(maxsize=256)
-def _plan(text: str) -> Plan:
-    return Plan(**json.loads(text))
+@lru_cache(maxsize=512)
+def _made(kind: type[T], text: str) -> T:
+    return kind(**json.loads(text))
 
 
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
@@ -148,8 +141,8 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
             raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")
         more, bad = Ledger(path).heads()
         if bad and not more:
-            lines = f"none of its {len(bad)} lines is a record" if len(bad) > 1 else "its only line is not a record"
-            raise LedgerError(f"{path} is no ledger, {lines}: give a .jsonl file written by this lab")
+            none = f"no record is in its {len(bad)} line{'s' * (len(bad) > 1)}"
+            raise LedgerError(f"{path} is no ledger, {none}: give a .jsonl file written by this lab")
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))

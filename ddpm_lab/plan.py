@@ -48,18 +48,16 @@ class Plan:
 class Preset:
     """How much is run: sets per comparison, the plan of a set, cold compiles, and the budget of all notebooks."""
 
-    name: str
     sets: int
     plan: Plan
     cold_compiles: int
     minutes: float | None
 
 
-_SMOKE, _QUICK = Plan(turns=2, window_seconds=0.1), Plan()
 PRESETS = {
-    "smoke": Preset(name="smoke", sets=1, plan=_SMOKE, cold_compiles=1, minutes=3.0),
-    "quick": Preset(name="quick", sets=6, plan=_QUICK, cold_compiles=1, minutes=9.5),
-    "full": Preset(name="full", sets=12, plan=_QUICK, cold_compiles=3, minutes=None),
+    "smoke": Preset(sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
+    "quick": Preset(sets=6, plan=Plan(), cold_compiles=1, minutes=9.5),
+    "full": Preset(sets=12, plan=Plan(), cold_compiles=3, minutes=None),
 }
 
 

@@ -6,7 +6,6 @@ kernels keep to them too, and a machine that is limited so is another machine.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import platform
@@ -79,6 +78,5 @@ def _told(cpuinfo: str) -> dict[str, str]:
 
 
 def _cpuinfo() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/cpuinfo").read_text()
-    return ""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.is_file() else ""

@@ -106,16 +106,11 @@ class Training:
 
 def call_maker(function: Callable[..., Any], name: str, config: RunConfig, context: RankContext) -> Any:
     """What ``function(config, context)``, or ``function()``, returns. Raises TypeError for one with other arguments."""
-    takes = arguments_taken(function)
+    found: Iterable[inspect.Parameter] = inspect.signature(function).parameters.values()
+    takes = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in found)
     if takes not in (0, 2):
         raise TypeError(f"workload {name} takes {takes} arguments: write it to take none, or (config, context)")
     return function(config, context) if takes == 2 else function()
-
-
-def arguments_taken(function: Callable[..., Any]) -> int:
-    """How many arguments a function cannot be called without."""
-    found: Iterable[inspect.Parameter] = inspect.signature(function).parameters.values()
-    return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in found)
 
 
 def place_of(function: Any) -> str:

@@ -169,10 +169,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inception(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of torch-fidelity's Inception with random weights, of which nothing vanishes on the way."""
-    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: make fid")
-    module = pytest.importorskip(
-        "torch_fidelity.feature_extractor_inceptionv3", reason="torch-fidelity is not installed: make fid"
-    )
+    pytest.importorskip("torchmetrics", reason="make fid")
+    module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", reason="make fid")
     import torch  # noqa: PLC0415 - after the number of threads is set
 
     class Blank(module.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
@@ -206,14 +204,8 @@ def busy_config(world_size: int = 1, **options: Any) -> RunConfig:
 
 def alive(pids: list[int]) -> list[int]:
     """Those of ``pids`` that still run; a zombie has ended, whoever should have collected it."""
-    running = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                running.append(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return running
+    states = {process.pid: process.info["status"] for process in psutil.process_iter(["status"])}
+    return [pid for pid in pids if states.get(pid, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,9 +22,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -33,13 +31,10 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
 SlurmdParameters=config_overrides
-MpiDefault=none
 ReturnToService=2
 KillWait=1
 MailProg=/bin/true
@@ -52,10 +47,8 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=10 OverSubscribe=FORCE:8 Stat
 
 def missing() -> str:
     """Why no cluster can be brought up here; empty if one can."""
-    absent = [name for name in PROGRAMS if _program(name) is None]
-    if absent:
-        return f"no SLURM here: {', '.join(absent)} is not installed"
-    return "" if os.geteuid() == 0 else "only root can run slurmd"
+    absent = ", ".join(name for name in PROGRAMS if _program(name) is None)
+    return f"no SLURM here: {absent} is not installed" if absent else "only root can run slurmd" * (os.geteuid() != 0)
 
 
 def _program(name: str) -> str | None:

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -24,87 +23,57 @@ FILES = {
 
 
 def folder(module: str) -> str:
-    return module.partition(".")[0] if "." in module else ""
+    return module.rpartition(".")[0].partition(".")[0]
 
 
-def nodes(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Import statements of a file, and whether each runs as soon as the file is imported."""
-    tree = ast.parse(path.read_text())
-    at_once = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node, id(node) in at_once
+parsed = cache(lambda path: ast.parse(path.read_text()))
 
 
 @cache
 def imported(path: Path, *, at_once: bool = False) -> set[str]:
     """Full names of everything imported by a file, also inside functions unless ``at_once``."""
     found = set()
-    for node, first in nodes(path):
-        if at_once and not first:
-            continue
+    for node in parsed(path).body if at_once else ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        else:
-            assert node.level == 0, f"{path} imports relatively: name the module in full"
+        elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
 def own(names: set[str]) -> set[str]:
     """Modules of the package among imported names; a name inside a module counts as the module."""
-    found = set()
-    for name in names:
-        top, _, rest = name.partition(".")
-        while rest and rest not in FILES:
-            rest = rest.rpartition(".")[0]
-        found |= {rest} if top == "ddpm_lab" and rest else set()
-    return found
+    inside = {name.removeprefix("ddpm_lab.") for name in names if name.startswith("ddpm_lab.")}
+    return {module for name in inside for module in (name, name.rpartition(".")[0]) if module in FILES}
 
 
-def third_party(names: set[str]) -> set[str]:
-    return {name.partition(".")[0] for name in names}
+def third_party(path: Path) -> set[str]:
+    """Packages that are imported as soon as a file is."""
+    return {name.partition(".")[0] for name in imported(path, at_once=True)}
 
 
-def test_a_folder_imports_from_those_below_it() -> None:
+def test_a_folder_imports_from_those_below_it_and_nothing_in_circles() -> None:
     assert {folder(module) for module in FILES} == set(ROWS)
-    for module, path in FILES.items():
-        for name in own(imported(path)):
+    graph = {m: {n for n in own(imported(path)) if (m, n) not in UPWARDS} for m, path in FILES.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    for module, names in graph.items():
+        for name in names:
             assert ROWS.index(folder(name)) <= ROWS.index(folder(module)), f"{module} imports {name}"
             assert folder(module) != "explain" or folder(name) not in MEASURING, f"{module} imports {name}"
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """So that there is an order in which to read them."""
-    graph = {m: {n for n in own(imported(path)) if (m, n) not in UPWARDS} for m, path in FILES.items()}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-
-
-def test_only_what_measures_imports_torch_as_it_is_loaded() -> None:
-    torch = {m for m, path in FILES.items() if third_party(imported(path, at_once=True)) & {"torch", "torchvision"}}
+def test_only_what_measures_imports_torch_as_it_is_loaded_and_only_what_explains_scipy() -> None:
+    """A bare GPU node has no SciPy and no Matplotlib; what draws or estimates imports them where it does."""
+    torch = {module for module, path in FILES.items() if third_party(path) & {"torch", "torchvision"}}
     assert {"diffusion.unet", "training.train"} <= torch, "the walk sees imports"
-    assert {folder(m) for m in torch} <= set(MEASURING)
+    assert {folder(module) for module in torch} <= set(MEASURING)
     for module, path in FILES.items():
         if folder(module) not in MEASURING:
-            by_way_of = own(imported(path, at_once=True)) & torch
-            assert not by_way_of, f"{module} imports torch by way of {by_way_of}"
-
-
-def test_measuring_and_asking_load_nothing_that_only_explaining_needs() -> None:
-    """A bare GPU node has no SciPy and no Matplotlib; what draws or estimates imports them where it does."""
-    for module, path in FILES.items():
+            assert not own(imported(path, at_once=True)) & torch, f"{module} imports torch by way of another"
         if folder(module) in (*MEASURING, "questions") or module.startswith("explain.charts"):
-            needed = third_party(imported(path, at_once=True)) & EXPLAINING
-            assert not needed, f"{module} imports {needed}"
-    shown = subprocess.run(
-        [sys.executable, "-c", "import sys, ddpm_lab.questions.experiments; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert not EXPLAINING & set(shown.stdout.split())
-
-
-def test_packages_import_nothing() -> None:
+            assert not third_party(path) & EXPLAINING, module
+    code = "import sys, ddpm_lab.cli.measure, ddpm_lab.cli.train; print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", *EXPLAINING} & set(shown.stdout.split())
     for path in (PACKAGE / "__init__.py", *PACKAGE.rglob("*/__init__.py")):
-        assert third_party(imported(path, at_once=True)) <= {"__future__", "importlib", "typing"}, path
+        assert third_party(path) <= {"__future__", "importlib", "typing"}, path

@@ -1,12 +1,10 @@
 """The ledger: what is written is read again, and no accident costs more than the line it hit."""
 
 import dataclasses
-import fcntl
 import json
 import math
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,43 +48,30 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert ledger.read()[0] == [*written, *written]
     values = json.loads(ledger.path.read_text().splitlines()[0])
     assert (values["run_id"], values["schema"]) == (written[0].run_id, SCHEMA), "for other readers"
-
-
-def test_losses_that_are_no_numbers_survive(tmp_path: Path) -> None:
-    losses = (1.0, math.nan, math.inf, -math.inf)
-    rank = dataclasses.replace(make.rank_record(0), losses=losses)
-    Ledger(tmp_path / "l.jsonl").append([make.record(RunConfig(), ranks=(rank,), status="diverged")])
-    (found,), damaged = Ledger(tmp_path / "l.jsonl").read()
-    assert not damaged
-    assert found.ranks[0].losses[0] == 1.0
-    assert math.isnan(found.ranks[0].losses[1])
-    assert found.ranks[0].losses[2:] == (math.inf, -math.inf)
+    rank = dataclasses.replace(make.rank_record(0), losses=(1.0, math.nan, math.inf, -math.inf))
+    ledger.append([make.record(RunConfig(), ranks=(rank,), status="diverged")])
+    assert str(ledger.read()[0][-1].ranks[0].losses) == "(1.0, nan, inf, -inf)"
 
 
 def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
     first, torn, later = some_records()[:3]
     for kept in (1, 100, -1):
         ledger = Ledger(tmp_path / f"{kept}.jsonl")
-        ledger.append([first])
+        ledger.append([first, torn])
         whole = ledger.path.read_bytes()
-        ledger.append([torn])
-        lost = ledger.path.read_bytes()[len(whole) :]
-        ledger.path.write_bytes(whole + lost[:kept].rstrip(b"\n"))
+        ledger.path.write_bytes(whole[: whole.index(b"\n") + 1 + kept] if kept > 0 else whole[:-1])
         ledger.append([later])
         records, damaged = ledger.read()
-        if kept == -1:  # only the line's end is missing: nothing is lost at all
-            assert (records, damaged) == ([first, torn, later], [])
-        else:
-            assert records == [first, later]
-            assert [d.line for d in damaged] == [2]
+        assert records == [first, later] if kept > 0 else [first, torn, later], "without its end nothing is lost"
+        assert [d.line for d in damaged] == [2] * (kept > 0)
 
 
 def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first, second = some_records()[:2]
-    wrong = first.as_dict()
+    wrong, strange = first.as_dict(), first.as_dict()
     wrong["config"]["precision"] = "fp7"
-    strange = {**first.as_dict(), "windows": [{**first.as_dict()["windows"][0], "steps": "5"}]}
+    strange["windows"][0]["steps"] = "5"
     lines = [b"not json", b"{}", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"schema": 4, "environment": 3}']
     lines += [b'{"schema": "x"}', b'{"schema": null}', json.dumps(wrong).encode(), json.dumps(strange).encode()]
     Ledger(path).append([first])
@@ -96,19 +81,16 @@ def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     records, damaged = Ledger(path).read()
     assert records == [first, second]
     assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
-    assert all(str(d).startswith(f"{path}, line {d.line}: not a record") and "\n" not in str(d) for d in damaged)
     assert "fp7" in damaged[-2].reason
     assert "windows[0].steps is '5': expected int" in damaged[-1].reason
 
 
-@pytest.mark.parametrize(("schema", "way_out"), [(SCHEMA + 1, "update ddpm_lab"), (SCHEMA - 1, "move the file away")])
-def test_another_edition_is_refused_in_one_sentence(tmp_path: Path, schema: int, way_out: str) -> None:
+@pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1])
+def test_another_edition_is_refused(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text(json.dumps(some_records()[0].as_dict() | {"schema": schema, "something": "new"}) + "\n")
-    with pytest.raises(LedgerError) as refusal:
+    with pytest.raises(LedgerError, match=f"line 1.*schema {schema}"):
         Ledger(path).read()
-    assert all(word in str(refusal.value) for word in (f"{path}, line 1", f"schema {schema}", way_out))
-    assert "\n" not in str(refusal.value)
 
 
 WRITER = """
@@ -127,14 +109,14 @@ for i in range(40):
 def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     path, template = tmp_path / "ledger.jsonl", tmp_path / "template.json"
     template.write_text(json.dumps(make.record(RunConfig(), data_name="x" * 10_000).as_dict()))
-    command = [sys.executable, "-c", WRITER, str(path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", WRITER, str(path)]
     writers = [subprocess.Popen([*command, name, str(template)], **pipes) for name in ("one", "two")]
+    assert [writer.stdout.readline() for writer in writers if writer.stdout] == ["ready\n"] * 2
     for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+        print("go", file=writer.stdin, flush=True)
     for writer in writers:
-        writer.communicate("go\n", timeout=60)
+        writer.communicate(timeout=60)
         assert writer.returncode == 0
     records, damaged = Ledger(path).read()
     assert not damaged
@@ -144,33 +126,11 @@ def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     assert all((a.label, a.set_id) == (b.label, b.set_id) for a, b in pairs), "lines appended together lie together"
 
 
-def test_a_writer_waits_for_another_to_finish(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    record = make.record(RunConfig())
-    ledger.append([record])
-    with ledger.path.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        other.write(b'{"half of a line')
-        other.flush()
-        writer = threading.Thread(target=ledger.append, args=([record],))
-        writer.start()
-        writer.join(0.2)
-        assert writer.is_alive(), "it writes into the line that another is writing"
-        other.write(b' of another"}\n')
-    writer.join(10)
-    records, damaged = ledger.read()
-    assert records == [record, record]
-    assert [d.line for d in damaged] == [2]
-
-
-def test_a_ledger_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_ledgers_that_cannot_be_used_are_refused_and_others_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "ledger.jsonl", tmp_path):
-        with pytest.raises(LedgerError, match=f"cannot write the ledger {path}: .*; choose another folder$"):
+        with pytest.raises(LedgerError, match=f"{path}"):
             Ledger(path).append(some_records()[:1])
-
-
-def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
     written = some_records()[:4]
     Ledger(tmp_path / "b.jsonl").append(written[:2])
     Ledger(tmp_path / "a.jsonl").append(written[2:])
@@ -179,23 +139,22 @@ def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: 
     records, damaged = read_all([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
     assert records == written
     assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
-    with pytest.raises(LedgerError, match=r"there is no ledger .*c\.jsonl"):
+    with pytest.raises(LedgerError, match=r"c\.jsonl"):
         read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
 
 
 def test_a_cohort_is_machine_code_data_and_plan() -> None:
     record = some_records()[0]
-    others = [
-        dataclasses.replace(record, code_version="other"),
-        dataclasses.replace(record, config=dataclasses.replace(record.config, data_sha256="00")),
-        dataclasses.replace(record, plan=dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)),
-        make.on(make.GPUS, [record])[0],
+    changes: list[dict[str, Any]] = [
+        {"code_version": "other"},
+        {"config": dataclasses.replace(record.config, data_sha256="00")},
+        {"plan": dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)},
+        {"environment": make.environment(make.GPUS)},
     ]
-    assert len({r.cohort for r in (record, *others)}) == 5
-    same = dataclasses.replace(record, set_id="another", label="another", config=RunConfig(seed=5, data="elsewhere"))
+    assert len({dataclasses.replace(record, **change).cohort for change in ({}, *changes)}) == 5
+    turns = dataclasses.replace(record.plan, turns=31)
+    same = dataclasses.replace(record, set_id="another", config=RunConfig(seed=5, data="elsewhere"), plan=turns)
     assert same.cohort == record.cohort
-    turns = dataclasses.replace(record, plan=dataclasses.replace(record.plan, turns=31))
-    assert turns.cohort == record.cohort
 
 
 def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,69 +32,52 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_command_and_option_has_help_and_the_overview_names_all(call: Call) -> None:
     overview = call("--help")[1]
+    assert [line.split()[0] for line in overview.splitlines() if line.startswith("    ")][: len(COMMANDS)] == COMMANDS
     for name in COMMANDS:
-        (subparsers,) = (a for a in _parser([name])._actions if a.dest == "==SUPPRESS==" or a.choices)
-        assert isinstance(subparsers.choices, dict)
-        assert set(subparsers.choices) == set(COMMANDS)
-        assert f"\n    {name} " in overview
-        assert all(action.help for action in subparsers.choices[name]._actions), name
+        (commands,) = (a.choices for a in _parser([name])._actions if isinstance(a.choices, dict))
+        assert all(action.help for action in commands[name]._actions), name
         code, out, err = call(name, "--help")
         assert (code, err) == (0, "")
-        assert out.startswith(f"usage: ddpm-lab {name}")
         assert f"example: ddpm-lab {name}" in out
-    shown = subprocess.run([sys.executable, "-m", "ddpm_lab", "--version"], capture_output=True, text=True, check=True)
-    assert shown.stdout == f"ddpm-lab {__version__}\n"
-
-
-def test_the_help_of_an_experiment_has_its_own_options(call: Call) -> None:
     amp, every = call("run", "amp", "--help")[1], call("run", "--help")[1]
-    assert "--precisions" in amp
-    assert "--scaling" not in amp
-    for option in ("--precisions", "--scaling", "--bands", "--worker-counts"):
-        assert option in every
+    own = ("--precisions", "--scaling", "--bands", "--worker-counts")
+    assert [option in amp for option in own] == [True, False, False, False]
+    assert all(option in every for option in own)
+    assert call("--version") == (0, f"ddpm-lab {__version__}\n", "")
 
 
 REFUSED = {
     "": ["COMMAND"],
     "rnu amp": ["'rnu'", "did you mean run?"],
-    "--unknown check": ["--unknown", "see ddpm-lab --help"],
-    "run": ["EXPERIMENT", "--help"],
+    "--unknown check": ["--unknown"],
+    "run": ["EXPERIMENT"],
     "run ampp": ["'ampp'", "multi_gpu", "did you mean amp?"],
-    "run amp dance": ["experiment", "'dance'"],
-    "run amp --presett smoke": ["--presett", "did you mean --preset?", "see ddpm-lab run --help"],
-    "run amp --preset smok": ["preset", "'smok'", "smoke, quick, full", "did you mean smoke?"],
-    "run amp --device tpu": ["--device", "'tpu'", "cuda"],
-    "run amp --device cuda": ["'cuda'", "no GPU is visible", "cpu"],
+    "run amp --presett smoke": ["--presett", "did you mean --preset?"],
+    "run amp --preset smok": ["preset", "'smok'", "smoke, quick, full"],
+    "run amp --device cuda": ["'cuda'", "no GPU is visible"],
     "run amp --scaling weak": ["--scaling", "only multi_gpu takes it"],
-    "run workers --seeds 8": ["--seeds", "only multi_gpu, amp"],
-    "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%", "falling"],
-    "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a", "no such user"],
+    "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%"],
+    "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a"],
     "run amp --output-dir FILE/below": ["FILE/below", "--output-dir"],
     "run amp --minutes ten": ["--minutes", "'ten'"],
-    "run amp --minutes nan": ["minutes", "nan", "from 0"],
-    "run amp --sets 0": ["sets", "0", "at least 1"],
-    "compare a:a b:b --sets 0 --output-dir out": ["0"],
-    "run amp --seed 99999999999999999999": ["seed", "99999999999999999999", "below 2**63"],
-    "run amp --images 400": ["images", "400", "give seeds"],
+    "run amp --minutes nan": ["minutes", "nan"],
+    "run amp --seed 99999999999999999999": ["seed", "99999999999999999999"],
+    "run amp --images 400": ["images", "400"],
     "run peers --image-size 30": ["image_size", "30", "network 'seed'", "multiple of 4"],
-    "run multi_gpu --batch-sizes -8": ["global_batch_sizes is -8", "at least 1"],
     "run multi_gpu --batch-sizes 3 --world-sizes 1,2": ["3", "2 ranks", "multiple"],
     "run amp --world-sizes two": ["world_sizes is 'two'"],
-    "run multi_gpu --world-sizes 1,4": ["4 CPU ranks need 4 cores", "oversubscribe"],
-    "run amp --data EMPTY": ["EMPTY", "no"],
+    "run multi_gpu --world-sizes 1,4": ["4 CPU ranks need 4 cores", "--oversubscribe"],
+    "run amp --data EMPTY": ["EMPTY"],
     "run amp --held-out nowhere --data EMPTY": ["nowhere"],
     "train --steps 5 --output-dir DEST --world-size 0": ["world_size is 0"],
     "sample nowhere.pt --count 1 --batch-size 0": ["batch_size is 0"],
-    "strategy --batch-size 0": ["batch_size is 0"],
-    "report --minutes 0": ["minutes", "above 0"],
-    "report --notebook 99_dance": ["99_dance"],
-    "report -p no_such_parameter 1": ["no_such_parameter"],
-    "prepare EMPTY DEST": ["EMPTY"],
     "prepare synthetic FILE/below": ["FILE/below"],
-    "figures --ledger nowhere.jsonl": ["nowhere.jsonl", "no ledger"],
-    "figures --ledger TEXT": ["TEXT", "none of its 2 lines is a record"],
+    "figures --ledger TEXT": ["TEXT", "2 lines"],
     "figures --ledger LEDGER --machine cray": ["'cray'", "Example CPU 9000"],
     "figures --check --publish": ["--publish", "--check"],
+    "recommend --ledger LEDGER --minutes 5": ["--minutes"],
+    "bottleneck --machine here --world-size 1": ["--world-size"],
+    "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
 }
 
 
@@ -109,7 +90,7 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
     for arguments, words in REFUSED.items():
         given = arguments.split()
-        if given[:1] in (["run"], ["report"], ["figures"]) and "--output-dir" not in given:
+        if given[:1] in (["run"], ["figures"]) and "--output-dir" not in given:
             given += ["--output-dir", "out"]
         code, out, err = call(*given)
         assert (code, out) == (2, ""), arguments
@@ -117,29 +98,20 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
         assert err.count("\n") == 1, err
         for word in words:
             assert word in err, arguments
-        assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
 def test_a_parameter_may_be_typed_as_python_or_json_has_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     made = SimpleNamespace(exit_code=0)
     monkeypatch.setattr("ddpm_lab.reports.report.report", lambda **how: seen.update(how) or made)
-    for typed, value in {
-        "True": True,
-        "None": None,
-        "false": False,
-        "[1, 2]": [1, 2],
-        "1.5": 1.5,
-        "seed": "seed",
-    }.items():
+    for typed, value in {"True": True, "None": None, "[1, 2]": [1, 2], "1.5": 1.5, "seed": "seed"}.items():
         assert call("report", "-p", "published", typed)[0] == 0
         assert seen["parameters"] == {"published": value}
         assert type(seen["parameters"]["published"]) is type(value)
 
 
-def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_keeps_its_traceback_and_a_signal_is_an_exit_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise error
 
@@ -148,20 +120,17 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     with pytest.raises(ValueError, match="a defect"):
         call("run", "amp")
     error = KeyboardInterrupt()
-    code, _, err = call("run", "amp")
-    assert code == 130
-    assert "the same command goes on" in err
+    assert call("run", "amp")[0] == 130
     monkeypatch.setattr(planning, "plan_question", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
-    code, _, err = call("run", "amp")
-    assert code == 143
+    assert call("run", "amp")[0] == 143
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "the same command goes on" in err
 
 
 REACHED: dict[str, dict[str, Any]] = {
-    "multi_gpu --world-sizes 2 --batch-sizes 64": {"world_sizes": [2], "global_batch_sizes": [64]},
-    "multi_gpu --world-sizes 1,2,4 --oversubscribe": {"world_sizes": [1, 2, 4], "oversubscribe": True},
+    "multi_gpu --world-sizes 1,2,4 --batch-sizes 64 --oversubscribe": {
+        **{"world_sizes": [1, 2, 4], "global_batch_sizes": [64], "oversubscribe": True}
+    },
     "torch_compile --world-sizes 2 --batch-size 64": {"world_sizes": [2], "global_batch_size": 64},
     "peers --parts fp32,levers": {"parts": ["fp32", "levers"]},
     "amp --minutes 4 --sets 3 --seed 5": {"minutes": 4.0, "sets": 3, "seed": 5},
@@ -184,7 +153,7 @@ def test_options_reach_the_experiment(call: Call, tmp_path: Path, monkeypatch: p
         seen.clear()
         assert call("run", *arguments.split(), "--output-dir", tmp_path)[0] == 2
         assert seen["name"] == arguments.split()[0]
-        assert {name: seen[name] for name in expected} == expected
+        assert {name: seen.get(name) for name in expected} == expected
         assert ("world_sizes" in seen) == ("world_sizes" in expected), "what is not given keeps its default"
 
 
@@ -208,25 +177,9 @@ def test_nothing_completed_exits_1(call: Call, tmp_path: Path, monkeypatch: pyte
 def test_prepare_decodes_a_folder(call: Call, tmp_path: Path) -> None:
     write_folder(tmp_path / "images", count=8)
     code, out, _ = call("prepare", tmp_path / "images", tmp_path / "prepared", "--json")
-    assert code == 0
-    assert json.loads(out)["count"] == 8
+    assert (code, json.loads(out)["count"]) == (0, 8)
     (tmp_path / "images" / "train" / "9.png").write_bytes(b"no image")
     code, out, err = call("prepare", tmp_path / "images", tmp_path / "again")
-    assert (code, out) == (2, "")
-    assert "9.png" in err.splitlines()[-1]
+    assert (code, out, "9.png" in err.splitlines()[-1]) == (2, "", True)
     code, out, _ = call("prepare", tmp_path / "images", tmp_path / "again", "--skip-bad")
-    assert code == 0
-    assert "9.png" in out.partition("left out: ")[2]
-
-
-def test_figures_are_rebuilt_and_what_is_not_published_fails_the_check(call: Call, tmp_path: Path) -> None:
-    ledger, to = tmp_path / "own.jsonl", ("--output-dir", tmp_path)
-    Ledger(ledger).append(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}))
-    code, out, _ = call("figures", "--ledger", ledger, *to, "--json")
-    found = {row["experiment"]: row for row in json.loads(out)}
-    assert (code, set(found)) == (0, {"amp", "recommendation"})
-    assert found["amp"]["verdict"] == "faster"
-    assert Path(found["amp"]["figure"]) == tmp_path / "image_output" / "03_amp.png"
-    code, out, err = call("figures", "--check", *to)
-    assert (code, out) == (1, "")
-    assert err.startswith("ddpm-lab: ")
+    assert (code, "9.png" in out.partition("left out: ")[2]) == (0, True)

@@ -14,20 +14,21 @@ from typing import NamedTuple
 
 from ddpm_lab.cli.options import Command, tell
 from ddpm_lab.files import output_folder
+from ddpm_lab.measure import hardware
 
 PACKAGES = {
-    "torch": "everything that is measured: run make setup",
-    "torchvision": "workloads that use its transforms and models: run make setup",
-    "numpy": "everything: run make setup",
-    "psutil": "everything: run make setup",
-    "PIL": "reading images: run make setup",
-    "scipy": "tables, figures and findings: run make setup (measuring works without)",
-    "matplotlib": "figures: run make setup",
-    "papermill": "ddpm-lab report: run make setup",
-    "nbconvert": "HTML pages: run make setup",
-    "jupyterlab": "make lab: run make setup",
-    "py7zr": "unpacking train.7z: run make setup",
+    "torch": "everything that is measured",
+    "torchvision": "workloads that use its transforms and models",
+    **dict.fromkeys(("numpy", "psutil"), "everything"),
+    "PIL": "reading images",
+    "scipy": "tables, figures and findings (measuring works without)",
+    "matplotlib": "figures",
+    "papermill": "ddpm-lab report",
+    "nbconvert": "HTML pages",
+    "jupyterlab": "make lab",
+    "py7zr": "unpacking train.7z",
 }
+"""What each adds, once make setup has installed it."""
 NEEDED = ("Linux", "Python 3.11 to 3.13", "torch", "numpy", "psutil", "PIL", "output folder")
 
 
@@ -41,15 +42,15 @@ class Item(NamedTuple):
 
 
 def check(options: argparse.Namespace) -> int:
-    """Say what this machine has and lacks, or how finely it measures."""
     if options.instrument:
         return _instrument(options)
     items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.name in NEEDED)
-    lines = []
-    for item in items:
-        mark = "ok     " if item.present else "MISSING" if item.name in NEEDED else "absent "
-        lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
+    marks = ("ok     " if i.present else "MISSING" if i.name in NEEDED else "absent " for i in items)
+    lines = [
+        f"{mark}  {i.name}: {i.detail}" + ("" if i.present else f"; {i.adds}")
+        for mark, i in zip(marks, items, strict=True)
+    ]
     lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
     rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in items]
     tell(options, {"can_run": runnable, "items": rows}, lines)
@@ -58,12 +59,11 @@ def check(options: argparse.Namespace) -> int:
 
 def checkup(output: Path) -> list[Item]:
     """Look at everything; nothing is changed."""
-    from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
 
     def package(module: str, adds: str) -> Item:
         present = importlib.util.find_spec(module) is not None
         version = hardware.package_version("pillow" if module == "PIL" else module) if present else "missing"
-        return Item(module, present, version, adds)
+        return Item(module, present, version, f"{adds}: run make setup")
 
     def card(gpu: hardware.Gpu) -> str:
         return gpu.name if gpu.memory_bytes is None else f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
@@ -77,10 +77,10 @@ def checkup(output: Path) -> list[Item]:
     compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
     place = next(p for p in (output, *output.parents) if p.is_dir())
     room = f"{output}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
-    python = (3, 11) <= version < (3, 14), platform.python_version()
+    python, other = (3, 11) <= version < (3, 14), "run make setup with PYTHON=python3.13 or another of them"
     return [
         Item("Linux", sys.platform == "linux", platform.platform(terse=True), "starting ranks: use a Linux machine"),
-        Item("Python 3.11 to 3.13", *python, "run make setup with PYTHON=python3.13 or another of them"),
+        Item("Python 3.11 to 3.13", python, platform.python_version(), other),
         *(package(module, adds) for module, adds in PACKAGES.items()),
         Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or "none visible", slower),
         Item("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
@@ -92,7 +92,7 @@ def checkup(output: Path) -> list[Item]:
 
 def _instrument(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
-    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
+    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415 - check runs where packages are missing
 
     output = output_folder(options.output_dir)
     for attempt in (1, 2):
@@ -110,15 +110,14 @@ def _instrument(options: argparse.Namespace) -> int:
     return 0 if found.passed else 1
 
 
-COMMANDS = (
-    Command(
+COMMANDS = {
+    "check": Command(
         check,
         "check --instrument --minutes 10",
         "instrument minutes device output-dir json",
         {
-            "minutes": "with --instrument: how long to measure (default: 5)",
+            "minutes": {"help": "with --instrument: how long to measure (default: 5)", "default": 5.0},
             "device": "with --instrument: default: the GPU where there is one",
         },
-        {"minutes": 5.0},
-    ),
-)
+    )
+}

@@ -14,6 +14,9 @@ from pathlib import Path
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import LEDGER, expanded, output_folder
+from ddpm_lab.measure import cluster
+from ddpm_lab.questions.ask import questions
+from ddpm_lab.reports import slurm, summary
 
 MANY_HOSTS = ("run", "train", "sample")
 """Commands that start ranks as they are told how many."""
@@ -21,9 +24,6 @@ ONE_HOST = ("compare", "check")
 
 
 def rank(options: argparse.Namespace) -> int:
-    """Run a command on several hosts, in processes that torchrun started."""
-    from ddpm_lab.measure import cluster  # noqa: PLC0415 - commands load what they need
-
     words, main = options.words, options.main
     choice("the command after rank", next(iter(words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(words):
@@ -37,9 +37,6 @@ def rank(options: argparse.Namespace) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit a command as a SLURM job, or as an array of jobs."""
-    from ddpm_lab.reports import slurm  # noqa: PLC0415
-
     words = options.words[options.words[:1] == ["--"] :]
     tasks = slurm.tasks_of(words)
     for task in tasks:
@@ -52,8 +49,6 @@ def submit(options: argparse.Namespace) -> int:
 
 def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[str]], argparse.ArgumentParser]) -> None:
     """Raise ConfigError for a command that cannot be run as a job."""
-    from ddpm_lab.questions.ask import questions  # noqa: PLC0415
-
     if not task:
         raise ConfigError("there is no command: give it after two dashes, such as submit -- run amp")
     choice("the command of a job", task[0], able)
@@ -71,12 +66,7 @@ def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[s
 
 
 def collect(options: argparse.Namespace) -> int:
-    """Collect records of SLURM jobs into the ledger, and show their runs.
-
-    1 if a job failed.
-    """
-    from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
-
+    """Exit code 1 if a job failed."""
     logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(slurm.LOGS))
     if not logs:
         raise ConfigError(f"{Path.cwd()} has no {slurm.LOGS}: go where the jobs were submitted, or give their logs")
@@ -89,18 +79,18 @@ def collect(options: argparse.Namespace) -> int:
     return int(any(states.get(slurm.job_of(log)) in slurm.FAILED for log in logs))
 
 
-COMMANDS = (
-    Command(
+COMMANDS = {
+    "rank": Command(
         rank,
         "rank run amp (after torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab)",
         "interface words",
         {"words": "run, train or sample with its options"},
     ),
-    Command(
+    "submit": Command(
         submit,
         "submit --gpus-per-node 1 -- run amp -- --seed 0 -- --seed 1 (an array of two)",
         "nodes gpus-per-node sbatch json words",
         {"words": "the command after --; after two more dashes what each task of an array adds to it"},
     ),
-    Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
-)
+    "collect": Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
+}

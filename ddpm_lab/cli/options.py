@@ -6,20 +6,15 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ddpm_lab.checks import ConfigError, did_you_mean
+from ddpm_lab.checks import ConfigError, did_you_mean, percent
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
 
-if TYPE_CHECKING:
-    from ddpm_lab.questions.planning import Measured
-
 KEY_VARIABLE = "COMET_API_KEY"
-RESOLUTION = "smallest difference to be found, such as 2%"
 COMET = f"Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)"
 TABLES = f"{', '.join(NAMED)}, or your own, such as good=75%,fair=50%,poor=0 (default: {DEFAULT})"
 
@@ -42,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "preset": _of(f"how much is run: {', '.join(PRESETS)} (default: quick)", default="quick"),
     "minutes": _of("time budget", float),
     "sets": _of("sets per comparison (default: what the time gives, at least 4)", int),
-    "resolution": _of(f"{RESOLUTION}: measure until then (default: what the time gives)", metavar="SHARE"),
+    "resolution": _of("smallest difference to be found, such as 2% (default: what the time gives)", metavar="SHARE"),
     "cores": _of("CPU cores to measure with (default: those that other processes leave free)", int, metavar="N"),
     "device": _of("default: the GPU where there is one", choices=DEVICES),
     "oversubscribe": _of("allow more ranks than cores or GPUs; speed is not claimed", bool),
@@ -67,6 +62,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
     "summary": _of("append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)", metavar="FILE"),
     "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
+    # recommend, bottleneck
+    "train-images": _of("of the full training that is projected (default: 800,000 steps)", int, metavar="N"),
+    "changes": _of("only these changes, by the names in the report", metavar="NAME,..."),
     # train, sample
     "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),
     "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),
@@ -109,6 +107,8 @@ POSITIONALS: dict[str, dict[str, Any]] = {
 }
 COMMON = "preset data network workload minutes output-dir held-out skip-bad"
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
+SETTINGS = (*COMMON.replace("-", "_").split(), "sets", "resolution", "device", "image_size", "seed", "oversubscribe")
+"""Options that are settings of every question, of the same name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -141,50 +141,63 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A command, named and described as the function that runs it.
+    """A command: what runs it, an example of it, and its options.
 
-    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``help`` is
-    what is said of some of them here, ``usual`` their defaults, and ``more`` adds options for what was typed.
+    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``here`` is
+    the help of some of them in this command, or all that argparse is told otherwise; ``more`` adds options for the
+    words that were typed after its name.
     """
 
     run: Callable[[argparse.Namespace], int]
     example: str
     options: str
-    help: Mapping[str, str] = {}
-    usual: Mapping[str, Any] = {}
+    here: Mapping[str, str | dict[str, Any]] = {}
     more: Callable[[Parser, Sequence[str]], None] | None = None
 
-    def add(self, subparsers: Any, words: Sequence[str]) -> None:
-        """Add the command to the command line, on which ``words`` were typed."""
-        name, about = self.run.__name__, str(self.run.__doc__).partition("\n")[0]
-        parser = command(subparsers, name, about, self.run, self.example)
+    def fill(self, parser: Parser, words: Sequence[str]) -> None:
+        """Give ``parser`` the command's options."""
+        parser.epilog = f"example: ddpm-lab {self.example}"
+        parser.set_defaults(command=self.run, parser=parser)
         for option in self.options.split():
             group = parser.add_mutually_exclusive_group() if "|" in option else parser
-            for each in option.split("|"):
-                add(group, each, **{k: v[each] for k, v in (("help", self.help), ("default", self.usual)) if each in v})
-        if self.more and words[:1] == [name]:
-            self.more(parser, words[1:])
+            for name in option.split("|"):
+                told = self.here.get(name, {})
+                add(group, name, **({"help": told} if isinstance(told, str) else told))
+        if self.more:
+            self.more(parser, words)
 
 
-def command(subparsers: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], example: str) -> Parser:
-    """Add a command, with an example of it under its help."""
-    parser: Parser = subparsers.add_parser(name, description=about, epilog=f"example: ddpm-lab {example}")
-    parser.set_defaults(command=run)
-    return parser
+def add(parser: argparse._ActionsContainer, name: str, **otherwise: Any) -> None:
+    """Add an option or a positional to a command; ``otherwise`` replaces what is said of it here."""
+    how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
+    how["help"] = how["help"].replace("%", "%%")
+    parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 
 
-def add(parser: argparse._ActionsContainer, *names: str, **otherwise: Any) -> None:
-    """Add options or positionals to a command, in this order; ``otherwise`` replaces what is said of them here."""
-    for name in names:
-        how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
-        how["help"] = how["help"].replace("%%", "%").replace("%", "%%")
-        flags = [name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]
-        parser.add_argument(*flags, **how)
+def reads(options: argparse.Namespace, *also: str) -> bool:
+    """Whether --ledger or --machine is given, so that records are read and nothing is measured.
+
+    Raises ConfigError for another option beside them, but for those of ``also``.
+    """
+    if options.ledger is None and options.machine is None:
+        return False
+    for action in options.parser._actions:
+        given_here = getattr(options, action.dest, action.default) != action.default
+        if given_here and action.dest not in ("ledger", "machine", "output_dir", "json", *also):
+            option = action.option_strings[-1]
+            raise ConfigError(f"{option} is about measuring, and --ledger and --machine measure nothing: leave it out")
+    return True
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Options by name, as keyword arguments; those that are absent are left out."""
     return {name: getattr(options, name) for name in names if name in options}
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """How a question is asked: those of ``SETTINGS`` that are given. Raises ConfigError for no share as resolution."""
+    found = {name: value for name, value in given(options, *SETTINGS).items() if value is not None}
+    return found | ({"resolution": percent(found["resolution"])} if "resolution" in found else {})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,16 +223,3 @@ def tracker_chosen(option: str | None) -> str | None:
         )
     name = option or ("comet" if has_key else "none")
     return None if name == "none" else name
-
-
-def track(tracker: str | None, *measured: Measured) -> None:
-    """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
-    for one in measured if tracker else ():
-        try:
-            from ddpm_lab.questions import experiments  # noqa: PLC0415 - not on a bare GPU node
-            from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
-
-            tracked.tell(str(tracker), experiments.study_of(one))
-        except Exception as error:  # whatever fails here takes nothing from what was measured
-            reason = f"{type(error).__name__}: {error}"
-            print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpm_lab.checks import ConfigError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, given, plain, tell
+from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
+from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import table
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
+from ddpm_lab.measure import hardware
+from ddpm_lab.questions import experiments
+from ddpm_lab.questions.planning import Planned, plan_question
+from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy
+from ddpm_lab.reports import slurm
+from ddpm_lab.reports import summary as runs
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS
-
-if TYPE_CHECKING:
-    from ddpm_lab.questions.planning import Planned
-    from ddpm_lab.reports.summary import Run
+from ddpm_lab.training.setting import usual_device
 
 BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given; the first one is that of each device too (weak scaling)."""
@@ -32,13 +37,13 @@ BATCH_SIZES = (16, 32, 64, 128)
 
 
 def report(options: argparse.Namespace) -> int:
-    """Execute the notebooks and write their pages."""
-    from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - needs papermill
 
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
     parameters |= {"skip_bad": True} if options.skip_bad else {}
     settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
-    return execute(notebooks=options.notebook, parameters=parameters, **settings).exit_code
+    command = shlex.join(["ddpm-lab", *options.typed])
+    return execute(notebooks=options.notebook, parameters=parameters, command=command, **settings).exit_code
 
 
 def _literal(text: str) -> Any:
@@ -51,8 +56,7 @@ def _literal(text: str) -> Any:
 
 
 def figures(options: argparse.Namespace) -> int:
-    """Rebuild figures and findings from records; needs no torch."""
-    from ddpm_lab.reports import published  # noqa: PLC0415
+    from ddpm_lab.reports import published  # noqa: PLC0415 - needs Matplotlib
 
     output = output_folder(options.output_dir)
     if options.check:
@@ -66,9 +70,7 @@ def figures(options: argparse.Namespace) -> int:
         found = published.publish(files, options.machine, output)
     else:
         found = published.rebuild(files, options.machine, output, options.bands)
-    rows = [
-        plain({"figure": str(path), **dataclasses.asdict(finding), "claim": finding.claim}) for path, finding in found
-    ]
+    rows = [plain({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
 
@@ -81,10 +83,6 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
 
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
     """
-    from ddpm_lab.questions.planning import plan_question  # noqa: PLC0415
-    from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy  # noqa: PLC0415
-    from ddpm_lab.training.setting import usual_device  # noqa: PLC0415
-
     device = usual_device(options.device)
     network = options.network or USUAL[device][0]
     alone = options.ranks == "single" or (options.ranks != "multi" and most_ranks(device)[0] < 2)
@@ -98,53 +96,43 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
         single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
     parts = (([b for b in batches if b not in single], sizes), (single, [1]))
-    settings = given(options, "preset", "sets", "data", "held_out", "seed", "loader_workers")
-    return [
-        plan_question(
-            "multi_gpu",
-            **settings,
-            global_batch_sizes=sorted(mine),
-            world_sizes=world_sizes,
-            alone=options.ranks == "multi",
-            lost_scaling=False,
-            minutes=options.minutes and options.minutes * len(mine) / len(batches),
-            network=network,
-            device=device,
-            output_dir=folder,
-            cache=output_folder(None) / PREPARED,  # one for all folders of results
-        )
-        for mine, world_sizes in parts
-        if mine
-    ]
+    settings = asked(options) | {"network": network, "device": device, "output_dir": folder, "lost_scaling": False}
+    settings |= {"cache": output_folder(None) / PREPARED, "alone": options.ranks == "multi"}  # one for all folders
+    settings |= given(options, "loader_workers")
+
+    def part(mine: Sequence[int], world_sizes: Sequence[int]) -> Planned:
+        minutes = options.minutes and options.minutes * len(mine) / len(batches)
+        how = {"global_batch_sizes": sorted(mine), "world_sizes": world_sizes, "minutes": minutes}
+        return plan_question("multi_gpu", **settings | how)
+
+    return [part(mine, world_sizes) for mine, world_sizes in parts if mine]
 
 
 def benchmark(options: argparse.Namespace) -> int:
-    """Write a folder: one GPU against several, with tables and figures.
-
-    1 where nothing was measured, or several GPUs cannot be.
-    """
-    from ddpm_lab.measure import hardware  # noqa: PLC0415
-    from ddpm_lab.questions import experiments  # noqa: PLC0415
-
+    """Exit code 1 where nothing was measured, or several GPUs cannot be."""
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
     folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
     source, machine = options.ledger or folder / LEDGER, options.machine
-    if not options.ledger:
-        planned = plan(options, folder)
+    if not reads(options):
+        machine, is_new = hardware.machine().key, not folder.exists()
+        try:
+            planned = plan(options, folder)
+        except LabError:
+            with suppress(OSError):  # planning looks whether records can be written
+                for made in (folder / LEDGER.parent, folder) if is_new else ():
+                    made.rmdir()
+            raise
         minutes = options.minutes or max(1, round(sum(one.campaign.forecast() for one in planned) / 60))
         again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
         print(f"results go to {folder}; about {minutes:g} min; stopped, {again}", file=sys.stderr)
         for one in planned:
             one.measure()
-        machine = hardware.machine().key
     if missing := missing_to_explain():
         print(f"measured; {missing} is not installed here: take {source} to a machine with it, and there")
         print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
         return 0
-    from ddpm_lab.explain.table import show  # noqa: PLC0415
-    from ddpm_lab.questions.ask import answer  # noqa: PLC0415
-    from ddpm_lab.reports import benchmark  # noqa: PLC0415
+    from ddpm_lab.reports import benchmark  # noqa: PLC0415 - needs Matplotlib
 
     study = experiments.run("multi_gpu", ledger=source, machine=machine).study
     found = benchmark.rows(study)
@@ -156,8 +144,8 @@ def benchmark(options: argparse.Namespace) -> int:
     if options.json:
         print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
     else:
-        show(benchmark.comparison(study))
-        print("", answer(study).finding.claim, *written, sep="\n")
+        table.show(benchmark.comparison(study))
+        print("", benchmark.finding(study).claim, *written, sep="\n")
     return 0 if any(row.sets for row in found) else 1
 
 
@@ -165,27 +153,22 @@ def benchmark(options: argparse.Namespace) -> int:
 
 
 def summary(options: argparse.Namespace) -> int:
-    """Print runs as a table with speed-ups; of two runs, what differs.
-
-    1 where there is no run, or where more differs than ``--only`` allows.
-    """
+    """Exit code 1 where there is no run, or where more differs than ``--only`` allows."""
     sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
         return _difference(options)
-    from ddpm_lab.reports import summary  # noqa: PLC0415
-
-    rows: list[summary.Summary] = []
-    apart: list[summary.Summary] = []
+    rows: list[runs.Summary] = []
+    apart: list[runs.Summary] = []
     for source in sources:
         if source.suffix == ".jsonl":
-            from ddpm_lab.questions.experiments import run  # noqa: PLC0415
-            from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415
+            from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415 - needs Matplotlib
 
-            rows += summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
+            study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
+            rows += summary_of(study, str(source))
         else:
             apart += _rows(source)
-    rows += summary.compared(apart)
-    summary.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
+    rows += runs.compared(apart)
+    runs.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
         print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
         return 1
@@ -197,50 +180,43 @@ def _is_run(source: Path) -> bool:
     return source.is_dir() or source.suffix == ".toml" or not (source.exists() or source.suffix)
 
 
-def _rows(source: Path) -> list[Any]:
+def _rows(source: Path) -> list[runs.Summary]:
     """The runs in a log, or the one in a folder of ``train``."""
-    from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
-
     if not source.is_dir():
         return slurm.read_log(source)
-    run = summary.of_training(_settings(source, "SOURCE")[0], source, None)
-    return [dataclasses.replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
+    run = runs.of_training(_settings(source, "SOURCE")[0], source, None)
+    return [replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
 def _difference(options: argparse.Namespace) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
-    from ddpm_lab.reports import summary  # noqa: PLC0415
-
     if len(options.sources) != 2:
         raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
     one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
-    found = summary.differences(one, other)
-    wrong = summary.unexpected(found, only)
+    found = runs.differences(one, other)
+    wrong = runs.unexpected(found, only)
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
-        summary.show(summary.compared(rows), csv=options.csv, markdown=options.markdown)
+        runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)
         print()
-    values = {"differences": found, "unexpected": wrong}
-    tell(options, values, summary.difference_lines(one, other, only))
+    tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(one, other, only))
     return int(bool(wrong) and only is not None)
 
 
-def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
+def _run(named: str, place: str, asked: Sequence[str] | None) -> runs.Run:
     """The run that is named on the command line."""
-    from ddpm_lab.reports.summary import LENGTH, Run, of_record  # noqa: PLC0415
-
     path = expanded(named)
     if path.is_dir() or path.suffix == ".toml":
         config, steps = _settings(path, place)
-        return Run(name=named, config=config, circumstances={} if steps is None else {LENGTH: steps})
+        return runs.Run(name=named, config=config, circumstances={} if steps is None else {runs.LENGTH: steps})
     files = ledgers(asked, output_folder(None))
     name, _, label = named.partition(":")
     records, _ = read_all([f for f in files if asked or f.exists()])
     fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
     if fits:
-        return of_record(named, fits[-1])
+        return runs.of_record(named, fits[-1])
     if labels := dict.fromkeys(r.label for r in records if r.set_id == name):
         raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
     where = ", ".join(map(str, files))
@@ -257,18 +233,18 @@ def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
     return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None
 
 
-COMMANDS = (
-    Command(report, "report --preset smoke --notebook amp", f"{COMMON} notebook parameter"),
-    Command(
+COMMANDS = {
+    "report": Command(report, "report --preset smoke --notebook amp", f"{COMMON} notebook parameter"),
+    "figures": Command(
         figures,
         "figures --ledger ledger.jsonl",
         "ledger machine bands output-dir publish|check json",
         {"output-dir": "folder that receives image_output/ (default: this checkout)"},
     ),
-    Command(
+    "benchmark": Command(
         benchmark,
         "benchmark --preset smoke --batch-sizes 16,32",
-        "network batch-sizes loader-workers ranks preset minutes sets data held-out device seed ledger "
+        "network batch-sizes loader-workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
         "machine output-dir json",
         {
             "network": "default: seed on a GPU, tiny on a CPU",
@@ -279,9 +255,7 @@ COMMANDS = (
             "json": "print benchmark_results.json and nothing else",
         },
     ),
-    Command(
-        summary,
-        "summary runs/first runs/second --only seed",
-        "sources only ledger machine csv markdown json",
+    "summary": Command(
+        summary, "summary runs/first runs/second --only seed", "sources only ledger machine csv markdown json"
     ),
-)
+}

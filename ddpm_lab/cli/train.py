@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,17 @@ from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
 from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.data import packed
+from ddpm_lab.explain import samples
 from ddpm_lab.files import PREPARED, expanded, output_folder
-from ddpm_lab.training.run_folder import RunFailed
-from ddpm_lab.training.stopping import Stop, Stopped, signal_name
+from ddpm_lab.measure import cluster, hardware
+from ddpm_lab.measure.process import sweep
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.questions.probe import fastest
+from ddpm_lab.reports import summary
+from ddpm_lab.training import sampling_run, training_run
+from ddpm_lab.training.stopping import Stop, signal_name
 
-USUAL_RANKS = "1; after rank, every process of the job"
 TRAINED_BY = {
     "network": "seed on a GPU, tiny on a CPU",
     "image_size": 32,
@@ -25,19 +31,17 @@ TRAINED_BY = {
     "learning_rate": 2e-4,
     "precision": "the fastest here",
     "compile": "whole on a GPU, off on a CPU",
-    "world_size": USUAL_RANKS,
+    "world_size": "1; after rank, every process of the job",
     "device": "the GPU where there is one",
     "seed": 0,
     "oversubscribe": False,
 }
 """Options of the command line that are settings of the same name, with what they are where none is given."""
+SCHEDULE, SAMPLING = declared.options(training_run.Schedule), declared.options(sampling_run.Sampling)
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Decode images once into a folder that experiments use."""
-    from ddpm_lab.data import packed  # noqa: PLC0415 - commands load what they need
-
     how = given(options, "image_size", "held_out", "skip_bad")
     dest = expanded(options.dest)
     manifest = packed.prepare(options.source, dest, progress=lambda line: print(line, file=sys.stderr), **how)
@@ -49,51 +53,25 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule() -> dict[str, declared.Option]:
-    from ddpm_lab.training.training_run import Schedule  # noqa: PLC0415
-
-    return declared.options(Schedule)
-
-
-def _sampling() -> dict[str, declared.Option]:
-    from ddpm_lab.training.sampling_run import Sampling  # noqa: PLC0415
-
-    return declared.options(Sampling)
-
-
 def train(options: argparse.Namespace) -> int:
-    """Train on your images, with checkpoints and samples, or go on.
-
-    128 and the signal's number if one ended it.
-    """
+    """128 and the signal's number if one ended it."""
     if options.output_dir is None:
         raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
-    stop = Stop()
-
-    def hint() -> str:
-        goes_on = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
-        return f"stopped at once; the same command {goes_on}"
-
-    return _ended(lambda: _train(options, stop), stop, hint)
+    ends = ("starts again: nothing was trained this time", "goes on from the last checkpoint")
+    with Stop() as stop:
+        options.hint = lambda: f"stopped at once; the same command {ends[stop.gentle]}"
+        return _train(options, stop)
 
 
 def _train(options: argparse.Namespace, stop: Stop) -> int:
-    from ddpm_lab.measure import cluster, hardware  # noqa: PLC0415
-    from ddpm_lab.measure.process import sweep  # noqa: PLC0415
-    from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.questions.probe import fastest  # noqa: PLC0415
-    from ddpm_lab.reports import summary  # noqa: PLC0415
-    from ddpm_lab.training import training_run  # noqa: PLC0415
-
     settings = {name: value for name, value in given(options, "data", *TRAINED_BY).items() if value is not None}
     if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
     folder, output = expanded(options.output_dir).absolute(), output_folder(None)
-    progress = Progress("train")
-    tracker = tracker_chosen(options.tracker)
+    progress, tracker = Progress("train"), tracker_chosen(options.tracker)
     config, schedule, said = training_run.plan_training(
         settings,
-        given(options, *_schedule()),
+        given(options, *SCHEDULE),
         file=None if options.config is None else expanded(options.config),
         cache=output / PREPARED,
         progress=progress,
@@ -116,67 +94,43 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    busy = watch.state.get("gpu_utilisation_percent")
-    summary.tell([summary.of_training(config, folder, busy)])
+    summary.tell([summary.of_training(config, folder, watch.state.get("gpu_utilisation_percent"))])
     print(outcome.checkpoint)
     return 0
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Draw images from a checkpoint, or those that are missing."""
     if bool(options.inception) != bool(options.data):
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
-    return _ended(lambda: _sample(options), Stop(), lambda: "the images that were made stay, the same command goes on")
-
-
-def _sample(options: argparse.Namespace) -> int:
-    from ddpm_lab.measure.cluster import usual_ranks  # noqa: PLC0415
-    from ddpm_lab.measure.process import sweep  # noqa: PLC0415
-    from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.training import sampling_run as runs  # noqa: PLC0415
-
+    options.hint = lambda: "the images that were made stay, the same command goes on"
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
     if not checkpoint.name:
         raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
     folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
-    sampling = runs.Sampling(**given(options, *_sampling()))
-    world_size = usual_ranks() if options.world_size is None else options.world_size
+    sampling = sampling_run.Sampling(**given(options, *SAMPLING))
+    world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
     _tell_of_idle(options.device, world_size, progress)
     sweep()
     if options.inception:
         how = {"cache": output_folder(None) / PREPARED, "progress": progress, **given(options, "held_out", "skip_bad")}
-        fid, data = runs.plan_sample_fid(checkpoint, options.inception, options.data, options.count, **how)
+        fid, data = sampling_run.plan_sample_fid(checkpoint, options.inception, options.data, options.count, **how)
     how = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
-    paths = runs.sample(checkpoint, folder, options.count, sampling, **how)
+    paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
     if options.inception:
-        found = runs.sample_fid(paths, fid, data, device=options.device, progress=progress)
-        print(_fid_line(found, fid.sha256))
+        found = sampling_run.sample_fid(paths, fid, data, device=options.device, progress=progress)
+        few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
+        print(f"FID {samples.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
     if options.grid:
-        from ddpm_lab.training.generation import write_grid  # noqa: PLC0415
+        from ddpm_lab.training.generation import write_grid  # noqa: PLC0415 - imports torch
 
         write_grid(paths, folder / "grid.png")
     print(folder / "grid.png" if options.grid else folder)
     return 0
 
 
-def _ended(work: Callable[[], int], stop: Stop, hint: Callable[[], str]) -> int:
-    """The exit code of ``work``; a signal and a failure are one sentence on stderr."""
-    try:
-        with stop:
-            return work()
-    except Stopped as stopped:
-        print(f"\nddpm-lab: {signal_name(stopped.number)}, {hint()}", file=sys.stderr)
-        return 128 + stopped.number
-    except RunFailed as failed:
-        print(f"\nddpm-lab: {failed}", file=sys.stderr)
-        return 1
-
-
-def _tell_of_idle(device: str | None, ranks: int, progress: Any) -> None:
+def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
     """Say what of a job, or of this host's GPUs, has nothing to do: who started it all may think that it works."""
-    from ddpm_lab.measure import cluster, hardware  # noqa: PLC0415
-
     sentence = cluster.idle(ranks)
     gpus = 0 if device == "cpu" or cluster.current() else len(hardware.gpus())
     if not sentence and 0 < ranks < gpus:
@@ -185,44 +139,38 @@ def _tell_of_idle(device: str | None, ranks: int, progress: Any) -> None:
         progress.done(sentence)
 
 
-def _fid_line(found: dict[str, Any], sha256: str) -> str:
-    from ddpm_lab.explain import samples  # noqa: PLC0415
-
-    few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
-    return f"FID {samples.fid_words(found)} against as many training images, Inception {sha256[:8]}{few}"
-
-
-def _trained_by(parser: Parser, _: Sequence[str]) -> None:
-    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
+def _add_settings(parser: Parser, _: Sequence[str]) -> None:
+    able = declared.options(RunConfig) | declared.options(OptimizerConfig)
     declared.add_options(parser, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
-    declared.add_options(parser, _schedule().values())
+    declared.add_options(parser, SCHEDULE.values())
 
 
-COMMANDS = (
-    Command(
+COMMANDS = {
+    "prepare": Command(
         prepare,
         "prepare path/to/images data/photos --image-size 64",
         "source dest held-out skip-bad image-size json",
     ),
-    Command(
+    "train": Command(
         train,
         "train --data path/to/images --output-dir runs/first --steps 20000",
         "data output-dir config no-probe held-out skip-bad tracker",
-        {"output-dir": "folder of this run: checkpoints, samples, log, settings"},
-        {"data": None},
-        more=_trained_by,
+        {"output-dir": "folder of this run: checkpoints, samples, log, settings", "data": {"default": None}},
+        more=_add_settings,
     ),
-    Command(
+    "sample": Command(
         sample,
         f"sample {EXAMPLE} --count 64 --grid",
         "checkpoint count output-dir grid batch-size world-size device inception data held-out skip-bad",
         {
             "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
-            "batch-size": "images that a rank makes at once (default: 64)",
-            "data": "images that a FID is measured against: a folder, an archive, or synthetic",
+            "batch-size": {"help": "images that a rank makes at once (default: 64)", "default": 64},
+            "data": {
+                "help": "images that a FID is measured against: a folder, an archive, or synthetic",
+                "default": None,
+            },
             "held-out": "images not to measure against (default: 5 % of them)",
         },
-        {"data": None, "batch-size": 64},
-        more=lambda parser, _: declared.add_options(parser, _sampling().values()),
+        more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
     ),
-)
+}

@@ -21,6 +21,7 @@ from ddpm_lab.explain import machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
+from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, csv_text, literal, markdown
@@ -32,11 +33,8 @@ from ddpm_lab.reports.summary import Summary, of_run
 
 DASHBOARD, TABLE, REPORT = "gpu_benchmark_comparison.png", "performance_summary_table.png", "comparison_report"
 RESULTS = "benchmark_results"
-RECOMMENDATIONS = Bands(
-    whose="S003",
-    table=(("multi-GPU beneficial", 1.1), ("marginal difference", 0.95), ("single GPU preferred", 0.0)),
-    threshold=1.1,
-)
+_NAMES = (("multi-GPU beneficial", 1.1), ("marginal difference", 0.95), ("single GPU preferred", 0.0))
+RECOMMENDATIONS = Bands(whose="S003", table=_NAMES, threshold=1.1)
 """S003's names for speed-ups, with their lower bounds."""
 
 
@@ -56,6 +54,11 @@ def _batch(row: Comparison) -> int:
 
 def _name(row: Comparison) -> str:
     return f"{_batch(row)}{' each' * (row.scaling == 'weak')}"
+
+
+def finding(study: Study) -> Finding:
+    """The answer in words, with the names for efficiency that the whole folder has."""
+    return answer(replace(study, bands=S000)).finding
 
 
 def compared(row: Comparison) -> bool:
@@ -98,13 +101,9 @@ def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     results, text = [to_dict(study, r) for r in rows(study)], report(study)
-    files: dict[str, str | bytes] = {
-        DASHBOARD: fs.png(dashboard(study)),
-        TABLE: fs.png(table(study)),
-        f"{REPORT}.md": text,
-        f"{RESULTS}.csv": csv_text(results),
-        f"{RESULTS}.json": json.dumps(results, allow_nan=False, indent=1) + "\n",
-    }
+    files: dict[str, str | bytes] = {DASHBOARD: fs.png(dashboard(study)), TABLE: fs.png(table(study))}
+    files |= {f"{REPORT}.md": text, f"{RESULTS}.csv": csv_text(results)}
+    files |= {f"{RESULTS}.json": json.dumps(results, allow_nan=False, indent=1) + "\n"}
     for name, content in files.items():
         write_file(folder / name, content)
     pages.write_markdown(text, folder / f"{REPORT}.html")  # with the pictures in it
@@ -118,12 +117,15 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
     """
     config, last = row.config, ([r for r in study.records if r.run_id == row.run_id] or study.records)[-1]
     of_row = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
-    of_config = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
+    of_config = (
+        *("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size"),
+        *("precision", "compile", "loader", "loader_workers"),
+    )
     has_gain, strong = compared(row), row.scaling == "strong"
     ratio, efficiency = (row.ratio, row.efficiency) if has_gain else (Interval(value=math.nan),) * 2
     values = {
         **{name: getattr(row, name) for name in of_row},
-        **{name: getattr(config, name) for name in (*of_config, "precision", "compile", "loader", "loader_workers")},
+        **{name: getattr(config, name) for name in of_config},
         **{"data": last.data_name, "machine": last.machine.name, "measured": last.date},
         "reason": None if row.sets else phrases.without_speed(row),
         "images_per_second": row.images_per_second,
@@ -174,10 +176,10 @@ def _epoch(row: Comparison | None) -> str:
 def report(study: Study) -> str:
     """The report as Markdown: the finding, one device beside several for each batch, and what the numbers rest on."""
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    finding = answer(replace(study, bands=S000)).finding
+    found = finding(study)
     return environment.get_template("benchmark.md.j2").render(
-        headline=literal(finding.headline),
-        claim=literal(finding.claim.removeprefix(f"{finding.headline}. ")),
+        headline=literal(found.headline),
+        claim=literal(found.claim.removeprefix(f"{found.headline}. ")),
         context=literal(phrases.context(study, batch=False)),
         comparison=markdown(comparison(study)),
         means={on: phrases.times(mean, what="x") for on, mean in means(rows(study)).items()},
@@ -190,21 +192,17 @@ def report(study: Study) -> str:
 # --- the pictures ----------------------------------------------------------------------------------------------------
 
 
-def _context(study: Study) -> str:
-    return f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
-
-
 def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and efficiency, for each batch and number of devices."""
     found = [r for r in rows(study) if r.sets]
-    title = answer(study).finding.headline
+    title, context = finding(study).headline, f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
     if not found:
-        return fs.message(title, _context(study), "Nothing was measured: see the table.")
+        return fs.message(title, context, "Nothing was measured: see the table.")
     note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "
     note += f"efficiency that {S000.whose} calls good."
     several = [r for r in found if compared(r)]
     with fs.style():
-        figure, body = fs.sheet(title, _context(study), 6.0, note)
+        figure, body = fs.sheet(title, context, 6.0, note)
         time, rate, gain, efficiency = body.subplots(2, 2).flat
         sizes = dict.fromkeys(multi_gpu.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
         colours = dict(zip(sizes, fs.SERIES, strict=False))
@@ -217,6 +215,8 @@ def dashboard(study: Study) -> Figure:
             gain.axhline(ranks, color=fs.SOFT, lw=1.2, ls="--" if ranks > 1 else "-")
         gain.set_ylim(0, max(gain.get_ylim()[1], 1.1 * max(ideal, default=1)))
         efficiency.axhline(S000.threshold, color=fs.SOFT, lw=1.2, ls="--")
+        for ax in (gain, efficiency):
+            ax.set_xlabel("batch size\n")  # and a line for the legend
         fs.legend(body, colours)
         return fs.settle(figure)
 
@@ -239,21 +239,20 @@ def _bars(
             ax.plot([x, x], value(r).ends, color=fs.INK, lw=1.4)
     ax.set_title(heading)
     ax.set_xticks(range(len(batches)), batches)
-    ax.set_xlim(-0.6, max(0.6, len(batches) - 0.4))
-    ax.set_ylim(0, 1.35 * top)  # an interval from two sets would hide the bars
+    ax.set(xlim=(-0.6, max(0.6, len(batches) - 0.4)), ylim=(0, 1.35 * top))  # intervals of two sets would hide the bars
     ax.grid(visible=False, axis="x")
 
 
 def table(study: Study) -> Figure:
-    """The comparison as a table that is a picture, down to its peak memory."""
+    """The comparison as a table that is a picture."""
     shown = comparison(study)
-    grid = [[fill(cell, 18) for cell in [*row][:8]] for row in (shown[0], *(row.values() for row in shown))]
+    grid = [[fill(cell, 15) for cell in row] for row in (shown[0], *(row.values() for row in shown))]
     lines = [1.6 + max(cell.count("\n") for cell in row) for row in grid]
     gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
     widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
-    title = "Performance: one device against several"
+    context = f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
     with fs.style():
-        figure, body = fs.sheet(title, _context(study), 0.16 * sum(lines), " ".join(gains))
+        figure, body = fs.sheet("Performance: one device against several", context, 0.15 * sum(lines), " ".join(gains))
         ax = body.subplots()
         ax.set_axis_off()
         shares = [width / sum(widths) for width in widths]
@@ -262,7 +261,7 @@ def table(study: Study) -> Figure:
         for (row, _), cell in drawn.get_celld().items():
             cell.set_height(lines[row])
             cell.set_edgecolor(fs.BAND)
-            cell.set_text_props(fontsize=7, fontweight="normal" if row else "bold")
+            cell.set_text_props(fontsize=6.5, fontweight="normal" if row else "bold")
         return fs.settle(figure)
 
 

@@ -95,9 +95,8 @@ def execute(
                 start_new_session=True,
             )
             try:
-                _wait(process, progress, say, stop)
-            except Stopped:  # a second signal
-                pass
+                with suppress(Stopped):  # by a second signal
+                    _wait(process, progress, say, stop)
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -125,12 +124,8 @@ def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[st
 
 def _error(status: int, target: Path, log: str) -> str:
     """What went wrong, in one line; "" if nothing did."""
-    if status == 0:
-        return ""
-    if status == DEAD_KERNEL:
-        return "The kernel died: it was killed, or the machine was out of memory."
-    for cell in load(target).cells:
-        for output in cell.get("outputs", ()):
-            if output.output_type == "error":
-                return f"{output.ename}: {output.evalue}".strip().partition("\n")[0]
+    if status in (0, DEAD_KERNEL):
+        return "The kernel died: it was killed, or the machine was out of memory." if status else ""
+    for output in (o for cell in load(target).cells for o in cell.get("outputs", ()) if o.output_type == "error"):
+        return f"{output.ename}: {output.evalue}".strip().partition("\n")[0]
     return f"The notebook could not be run: {log.strip().rpartition(chr(10))[2]}"

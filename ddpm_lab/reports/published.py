@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment
 from PIL import Image, ImageFilter
 
 from ddpm_lab.explain import frames
@@ -19,7 +18,7 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.files import replace
+from ddpm_lab.files import CHECKOUT, replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
@@ -32,18 +31,6 @@ FIGURES = Path("image_output", "published")
 RECORDS = PUBLISHED
 BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
 END = "<!-- end of answers -->"
-ANSWERS = """\
-![{{ first.headline }}]({{ folder }}/{{ names[first.experiment] }}.png)
-
-{{ where }} ([every figure]({{ folder }})):
-
-| question | answer | ratio, 95 % interval | quality |
-| --- | --- | --- | --- |
-{% for found in answers -%}
-{% set cells = [found.headline, found.speed, found.quality.removeprefix("quality ")] -%}
-{% set figure = folder ~ "/" ~ names[found.experiment] ~ ".png" -%}
-| [{{ found.question }}]({{ figure }}) | {{ cells | map("replace", "|", bar) | join(" | ") }} |
-{% endfor %}"""
 
 
 def rebuild(
@@ -62,10 +49,8 @@ def rebuild(
             f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
             "commands measured they draw themselves, when given again"
         )
-    for line in damaged:
-        print(f"note: {line}")
-    trials = published_trials()
-    studies = [dataclasses.replace(s, bands=table, published_trials=trials) for s in _studies(records, output, machine)]
+    print(*(f"note: {line}\n" for line in damaged), sep="", end="")
+    studies = [dataclasses.replace(s, bands=table) for s in _studies(records, output, machine, CHECKOUT)]
     return _draw(studies, output / "image_output")
 
 
@@ -122,19 +107,16 @@ def _readme(output: Path) -> str | None:
         return f"{before}{BEGIN}\nNo measurements are published yet.\n{END}{after}"
     _, slug, shown, told = max(machines, key=lambda each: each[0])
     first = next((each for each in told if each.experiment == RECOMMENDATION), told[0])
-    answers = (
-        Environment(autoescape=False)
-        .from_string(ANSWERS)
-        .render(
-            first=first,
-            where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
-            folder=(FIGURES / slug).as_posix(),
-            names={name: entry.about.file for name, entry in every_question().items()},
-            answers=told,
-            bar="\\|",
-        )
-    )
-    return f"{before}{BEGIN}\n{answers}{END}{after}"
+    folder, measured = (FIGURES / slug).as_posix(), shown[first.experiment]
+    figures = {name: f"{folder}/{entry.about.file}.png" for name, entry in every_question().items()}
+    lines = [f"![{first.headline}]({figures[first.experiment]})", ""]
+    lines += [f"{measured.hardware}, {measured.date} ([every figure]({folder})):", ""]
+    lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
+    for one in told:
+        cells = (one.headline, one.speed, one.quality.removeprefix("quality "))
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| [{one.question}]({figures[one.experiment]}) | {row} |")
+    return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
 
 def check(output: Path) -> list[str]:
@@ -183,18 +165,19 @@ def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
     return [h for h in heads if h in wanted]
 
 
-def _studies(records: Sequence[RunRecord], output: Path, machine: str | None = None) -> list[Study]:
-    asked = {RECOMMENDATION, *(r.experiment for r in records)}
+def _studies(
+    records: Sequence[RunRecord], output: Path, machine: str | None = None, published: Path | None = None
+) -> list[Study]:
+    """What the records of each question show, beside the trials published in ``published`` (default: ``output``)."""
+    asked, trials = {RECOMMENDATION, *(r.experiment for r in records)}, published_trials(published or output)
     studies = [study(records, name, machine=machine, output_dir=output) for name in every_question() if name in asked]
-    trials = published_trials(output)
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
 def _pictures(study: Study, folder: Path) -> list[tuple[Path, bytes]]:
     shown = answer(study)
-    stem = shown.file
-    drawn = [(stem, shown.figure()), *((f"{stem}_{name}", extra) for _, extra, name in shown.figures())]
-    return [(folder / f"{name}.png", png(figure)) for name, figure in drawn]
+    drawn = [("", shown.figure()), *((f"_{name}", extra) for _, extra, name in shown.figures())]
+    return [(folder / f"{shown.file}{name}.png", png(figure)) for name, figure in drawn]
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +34,9 @@ from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
 from ddpm_lab.training.stopping import Stop
 
-"""They show what the others measured, or what was measured before, and get time to measure only in ``full``."""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
+PRINT = partial(print, flush=True)
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
@@ -53,9 +52,8 @@ class ReportResult:
     @property
     def exit_code(self) -> int:
         """0 when every notebook that was asked for is done, 1 when one failed, 130 when the report was stopped."""
-        if self.stopped:
-            return 130
-        return int(any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages))
+        failed = any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages)
+        return 130 if self.stopped else int(failed)
 
 
 def report(
@@ -69,7 +67,8 @@ def report(
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = PRINT,
+    command: str = "ddpm-lab report",
 ) -> ReportResult:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
@@ -79,7 +78,7 @@ def report(
 
     The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
     that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is the
-    preset's; ``progress`` is called with one line at a time, None prints it.
+    preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
 
     Raises:
         ReportError: a notebook or a parameter does not exist, the output folder cannot be written, or ``minutes`` is
@@ -89,7 +88,7 @@ def report(
     """
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
     given["output_dir"] = None if output_dir is None else str(output_dir)
-    more, say = dict(parameters or {}), progress or partial(print, flush=True)
+    more = dict(parameters or {})
     given["workload"] = more.pop("workload", workload)
     files = choose(notebooks)
     total = preset_called(preset).minutes if minutes is None else minutes
@@ -99,20 +98,20 @@ def report(
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # once, and refused here rather than in each notebook
         options = {name: value for name, value in more.items() if name in ("image_size", "skip_bad")}
-        resolve(data, output / PREPARED, held_out=held_out, progress=say, **options)
-    command = _command({**given, "minutes": minutes}, more, notebooks or ())
-    run = _Run(output / "reports", given, values, command, say, None if total is None else total * 60)
+        resolve(data, output / PREPARED, held_out=held_out, progress=progress, **options)
+    run = _Run(output / "reports", given, values, command, progress, None if total is None else total * 60)
+    stopped = False
     try:
         run.measure()
         with Stop() as stop:
             stop.gentle = True
             for file in values:
                 run.one(file, stop)
-                if stop.number is not None:
-                    return run.finish(stopped=True)
+                if stopped := stop.number is not None:
+                    break
     except KeyboardInterrupt:
-        return run.finish(stopped=True)
-    return run.finish(stopped=False)
+        stopped = True
+    return run.finish(stopped=stopped)
 
 
 def _values(
@@ -124,7 +123,7 @@ def _values(
     known = {file: papermill.inspect_notebook(file) for file in files}
     if (workload := given["workload"]) is not None:
         check_name("profile", workload)
-        check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **more})
+        check_brought(workload, {name: given[name] for name in ("data", "held_out", "network")} | more)
         if every:  # the others are about the lab's own trainer
             known = {file: names for file, names in known.items() if "workload" in names}
     exist = dict.fromkeys(name for names in known.values() for name in names)
@@ -136,20 +135,6 @@ def _values(
         usual_device(more.get("device"))  # a GPU that torch cannot use
     fixed = {name: value for name, value in given.items() if value is not None} | more
     return {file: {name: fixed[name] for name in names if name in fixed} for file, names in known.items()}
-
-
-def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebooks: Sequence[str | Path]) -> str:
-    """The command that makes the same report again."""
-    words = ["ddpm-lab", "report"]
-    for name, value in options.items():
-        words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in parameters.items():
-        words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
-    return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
-
-
-def _takes_long(file: Path) -> bool:
-    return _question(file) == RECOMMENDATION or every_question()[_question(file)].about.long
 
 
 def _question(file: Path) -> str:
@@ -184,7 +169,7 @@ class _Run:
         beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(load(file)))
-            executed = self.executed(file)
+            executed = self.folder / "notebooks" / file.name
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 try:
                     page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
@@ -196,9 +181,6 @@ class _Run:
     @property
     def ledger(self) -> Path:
         return self.folder.parent / LEDGER
-
-    def executed(self, file: Path) -> Path:
-        return self.folder / "notebooks" / file.name
 
     def elapsed(self) -> timedelta:
         return timedelta(seconds=round(time.monotonic() - self.started))
@@ -213,13 +195,14 @@ class _Run:
         """
         if self.seconds is None:
             return
+        known, full = every_question(), self.given["preset"] == "full"
         names = {
-            _question(file): file
+            name: file
             for file, values in self.values.items()
-            if _question(file) in every_question()  # one of the user's own measures by itself
+            if (name := _question(file)) in known  # one of the user's own measures by itself
             and "minutes" in papermill.inspect_notebook(file)
             and "minutes" not in values
-            and (self.given["preset"] == "full" or not _takes_long(file))
+            and (full or not (name == RECOMMENDATION or known[name].about.long))
         }
         asked = {
             name: {k: v for k, v in self.values[file].items() if k not in _SHOWING}
@@ -249,7 +232,7 @@ class _Run:
         """Execute one notebook, publish it, and bring the index up to date."""
         values = self.values[file] | ({"minutes": self.minutes[file]} if file in self.minutes else {})
         self.say(file.stem, "starts")
-        target = self.executed(file)
+        target = self.folder / "notebooks" / file.name
         error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
         state = STOPPED if error and stop.number is not None else FAILED if error else DONE
         if state == STOPPED:
@@ -275,10 +258,9 @@ class _Run:
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
         said = "The report was stopped." if stopped else "This report is still being made, or was ended."
         to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
-        target = self.folder / "index.html"
         pages.write_index(
             list(self.pages.values()),
-            target,
+            target := self.folder / "index.html",
             subject=self.given["workload"] or "a diffusion model",
             facts=self.facts(),
             notice=said + to_come if stopped or waiting else "",
@@ -290,8 +272,8 @@ class _Run:
 
     def facts(self) -> dict[str, str]:
         """The head of the index: machine, date, preset, data, and the versions of the code."""
-        mine = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
-        found = [finding for finding in mine if not finding.get("published")]
+        pages_now = (page for page in self.pages.values() if page.finding and not page.earlier)
+        found = [page.finding for page in pages_now if not page.finding.get("published")]
         machine, training, data, code = (
             "; ".join(dict.fromkeys(str(each[name]) for each in found if each.get(name)))
             for name in ("hardware", "training", "data", "code_version")
@@ -311,9 +293,7 @@ class _Run:
 
 def _calibration(ledger: Path) -> Section | None:
     """What the last calibration of this machine said, if there was one."""
-    here = hardware.machine().key
-    records, _ = Ledger(ledger).read(
-        lambda heads: [h for h in heads if h.experiment == calibration.EXPERIMENT and h.machine.key == here]
-    )
+    mine = (calibration.EXPERIMENT, hardware.machine().key)
+    records, _ = Ledger(ledger).read(lambda heads: [h for h in heads if (h.experiment, h.machine.key) == mine])
     found = calibration.calibrations(records)
     return calibration.section(found[-1]) if found else None

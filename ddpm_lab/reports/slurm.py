@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import CHECKOUT, LEDGER, writing
@@ -62,16 +62,16 @@ def submit(words: Sequence[str], *, nodes: int = 1, gpus_per_node: int = 0, sbat
         options += shlex.split(sbatch)
     except ValueError as error:
         raise ConfigError(f"--sbatch is {sbatch!r}: {error}; close every quotation mark") from error
-    command = [program, "--parsable", *options, str(SCRIPT), *words]
-    done = _run(command, env={**os.environ, "DDPM_LAB_PYTHON": sys.executable})
+    done = _run([program, "--parsable", *options, str(SCRIPT), *words])
     if done.returncode:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise ConfigError(f"sbatch refused the job: {reason.removeprefix('sbatch: ')}")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
-def _run(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **how)
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    told = {**os.environ, "DDPM_LAB_PYTHON": sys.executable}
+    return subprocess.run(command, env=told, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:

@@ -140,31 +140,35 @@ def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[
     return [of_run(r[0].config, r, images.get(r[0].config.data_sha256)) for r in by_run.values()]
 
 
-def of_run(config: RunConfig, records: Sequence[RunRecord], epoch: int | None, **values: Any) -> Summary:
+def of_run(config: RunConfig, records: Sequence[RunRecord], epoch: int | None) -> Summary:
     """The summary of records of one configuration; ``epoch`` is the number of images in one, where it is known."""
     windows = [w for r in records for w in r.windows]
     losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     images, epoch = sum(w.images for w in windows), epoch or config.option("samples", None)
-    measured: dict[str, Any] = {
-        "seconds": sum(w.seconds for w in windows) if windows else None,
-        "epochs": images / epoch if images and epoch else None,
-        "loss": min(losses, default=None),
-        "gpu_percent": fmean(busy) if busy else None,
-        "note": MECHANISM if any(r.mechanism_only for r in records) else "",
-    }
-    return _summary(config, **measured | values)
+    claimed = not any(r.mechanism_only for r in records)
+    return _summary(
+        config,
+        seconds=sum(w.seconds for w in windows) if windows and claimed else None,
+        epochs=images / epoch if images and epoch else None,
+        loss=min(losses, default=None),
+        gpu_percent=fmean(busy) if busy else None,
+        note="" if claimed else MECHANISM,
+    )
 
 
 def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, **values: Any) -> Summary:
-    seconds = None if MECHANISM in values.get("note", "") else seconds
-    given = {
-        "job_id": os.environ.get("SLURM_JOB_ID"),
-        "configuration": name_of(config),
-        "gpus": config.world_size if config.device == "cuda" else 0,
-        "epoch_seconds": seconds / epochs if seconds and epochs else None,
-    }
-    return Summary(ranks=config.world_size, nodes=config.nodes, epochs=epochs, seconds=seconds, **given | values)
+    return Summary(
+        job_id=os.environ.get("SLURM_JOB_ID"),
+        configuration=name_of(config),
+        gpus=config.world_size if config.device == "cuda" else 0,
+        ranks=config.world_size,
+        nodes=config.nodes,
+        epochs=epochs,
+        seconds=seconds,
+        epoch_seconds=seconds / epochs if seconds and epochs else None,
+        **values,
+    )
 
 
 def watched(config: RunConfig) -> Watch:
@@ -212,11 +216,11 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> 
 
 def grid(runs: Sequence[Summary]) -> tables.Table:
     """The table for people, with its further columns where they tell rows apart."""
-    shown = dict.fromkeys((*COLUMNS,)[:8], True)
-    shown |= {name: any(run.speed_up for run in runs) for name in ("Speed-up", "Efficiency", "Rating")}
-    shown |= {"Steps": any(run.steps for run in runs), "Log": len({run.log for run in runs}) > 1}
-    shown |= {"Note": any(run.note for run in runs)}
-    names = [name for name, is_shown in shown.items() if is_shown]
+    names = [*COLUMNS][:8]
+    names += ["Speed-up", "Efficiency", "Rating"] if any(run.speed_up for run in runs) else []
+    names += ["Steps"] if any(run.steps for run in runs) else []
+    names += ["Log"] if len({run.log for run in runs}) > 1 else []
+    names += ["Note"] if any(run.note for run in runs) else []
     return [{name: _text(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
 
 
@@ -240,10 +244,12 @@ def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
     for r in runs:
         if r.speed_up and r.efficiency:
             rating = f"; {r.rating}, by S001's bands" if r.rating else ""
-            gain = f"speed-up {r.speed_up:.2f}x, efficiency {100 * r.efficiency:.1f} %{rating}"
-            lines.append(f"{r.size}, {r.name}: {gain}")
-    projected = any(r.log.endswith(".jsonl") for r in runs)
-    return [*lines, *(["Times of an epoch from a ledger are projected from timed steps."] if projected else [])]
+            lines.append(
+                f"{r.size}, {r.name}: speed-up {r.speed_up:.2f}x, efficiency {100 * r.efficiency:.1f} %{rating}"
+            )
+    if any(r.log.endswith(".jsonl") for r in runs):
+        lines.append("Times of an epoch from a ledger are projected from timed steps.")
+    return lines
 
 
 def show(
@@ -261,7 +267,7 @@ def show(
         print(json.dumps(values, indent=1, allow_nan=False))
     else:
         tables.show(grid(runs))
-        print(*(f"\n{line}" if i == 0 else line for i, line in enumerate(speed_up_lines(runs))), sep="\n")
+        print("", *speed_up_lines(runs), sep="\n")
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -295,10 +301,9 @@ def of_record(name: str, record: RunRecord) -> Run:
 
 def differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     """The values of every setting that differs; circumstances only where both sides know theirs."""
-    sides = settings(one.config), settings(other.config)
-    known = [name for name in one.circumstances if name in other.circumstances]
-    pairs = {name: (sides[0].get(name), sides[1].get(name)) for name in dict.fromkeys([*sides[0], *sides[1]])}
-    pairs |= {name: (one.circumstances[name], other.circumstances[name]) for name in known}
+    mine, theirs = settings(one.config), settings(other.config)
+    pairs = {name: (mine.get(name), theirs.get(name)) for name in (mine | theirs)}
+    pairs |= {n: (value, other.circumstances[n]) for n, value in one.circumstances.items() if n in other.circumstances}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -329,11 +334,10 @@ def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[s
     if not found:
         return ["Nothing differs: both do the same work."]
     wrong = unexpected(found, only)
-    shown = {name: [str(value)[:60] for value in pair] for name, pair in found.items()}
     second = other.name if other.name != one.name else f"{other.name} (second)"
     rows = [
-        {"Setting": name, one.name: pair[0], second: pair[1], "May differ": "no" if name in wrong else "yes"}
-        for name, pair in shown.items()
+        {"Setting": name, one.name: str(a)[:60], second: str(b)[:60], "May differ": "no" if name in wrong else "yes"}
+        for name, (a, b) in found.items()
     ]
     lines = tables.plain(rows).splitlines()
     may = "how the network is trained" if only is None else ", ".join(only) or "nothing"

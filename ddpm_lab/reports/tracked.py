@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,16 +29,11 @@ def tell(kind: str, study: Study) -> None:
         rows = tuple(replace(row, label=f"{row.family}/{row.label}") for row in rows)
     shown, last = answer(study), study.records[-1]
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
+    key, archives = sha256(sets.encode()).hexdigest()[:32], (study.output_dir / LEDGER).parent / "comet"
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
         picture = Path(place) / f"{study.experiment}.png"
         picture.write_bytes(png(shown.figure()))
-        tracker = Tracker(
-            kind,
-            (study.output_dir / LEDGER).parent / "comet",
-            sha256(sets.encode()).hexdigest()[:32],
-            name=study.experiment,
-            say=lambda sentence: print(sentence, file=sys.stderr),
-        )
+        tracker = Tracker(kind, archives, key, name=study.experiment, say=partial(print, file=sys.stderr))
         ran = [row for row in rows if row.role != "note"]  # a note has no configuration of its own
         base = settings(next((row.config for row in ran if row.role == "baseline"), last.config))
         differing = {f"{r.label}/{k}": v for r in ran for k, v in settings(r.config).items() if base[k] != v}

@@ -34,6 +34,8 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})\.pt")
 class RunFailed(LabError):  # noqa: N818 - an outcome
     """A run that ended before its last step, in one sentence; what was saved before is untouched."""
 
+    exit_code = 1
+
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run's folder, newest first, readable or not."""

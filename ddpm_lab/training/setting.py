@@ -269,7 +269,7 @@ def check_ranks(
     if device == "cuda":
         need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
     raise ConfigError(
-        f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
+        f"{need}: give at most {most}, or --oversubscribe (such records show that it works, and nothing about speed)"
     )
 
 
