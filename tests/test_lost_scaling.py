@@ -204,7 +204,7 @@ def test_all_losses_together_add_up_and_the_waterfall_leads_from_the_ideal_to_th
     assert found["loss"].value == pytest.approx(total + found["interaction"].value, rel=1e-9)
     assert found["measured"].value - found["ideal"].value == pytest.approx(found["loss"].value, rel=1e-9)
     assert 1e3 * found["exchange, loading off"].value == pytest.approx(steps(**planted)[plan.ALL_OFF], rel=0.02)
-    drawn = question.figure(of, splits(of))
+    drawn = question.figure(of)
     assert drawn is not None
     (ax,) = drawn.axes
     names = ["ideal", *(part.name for part in found.parts), "interaction", "measured"]
@@ -261,7 +261,7 @@ def test_a_crowded_set_does_not_count() -> None:
 def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answer() -> None:
     shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in measured(communication=4)]
     found = split(of := study(shared))
-    assert question.figure(of, [found]) is None
+    assert question.figure(of) is None
     assert question.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
     assert {p.note for p in found.parts} == {""}
     alone, beside = study(scaling()), study(scaling(), shared)
@@ -279,7 +279,7 @@ def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> Non
     assert not by_name["waiting for data"].known
     assert by_name["waiting for data"].note == f"not measured: {plan.READY_BATCHES} (no memory)"
     assert table(of)["interaction"]["Time in a step"] == "not measured"
-    assert question.figure(of, splits(of)) is None, "a waterfall with a gap does not arrive"
+    assert question.figure(of) is None, "a waterfall with a gap does not arrive"
 
 
 def test_overlapped_communication_is_what_a_profile_saw_beyond_the_exposed() -> None:
