@@ -41,7 +41,7 @@ Array = npt.NDArray[np.float64]
 def families(study: Study) -> list[list[Comparison]]:
     """Families of which trials exist: each its baseline's row, then those of its candidates."""
     found = by_family(r for r in comparisons(study) if r.role in ("baseline", "candidate"))
-    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows[1:])]
+    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows)]
 
 
 def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
@@ -89,7 +89,7 @@ def tried(study: Study, rows: Sequence[Comparison]) -> list[Comparison]:
 
     A larger batch whose learning rate was tried scaled with it has a second row: its speed is the same.
     """
-    lead, extent = rows[0], extent_of(rows[1:])
+    lead, extent = rows[0], extent_of(rows)
     trials = quality.Trials.of(study)
     found = [lead]
     for row in rows[1:]:
@@ -115,8 +115,7 @@ def images_to_reach(records: Sequence[RunRecord], loss: float) -> str:
 
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, held-out loss, and the images to the loss that the baseline reaches."""
-    found = [r for r in family if r.role == "candidate"]
-    extent, base, shown = extent_of(found), baseline_trials(found), []
+    extent, base, shown = extent_of(family), baseline_trials(family), []
     aim = float(held_out(base, np.array([TARGET_SHARE * extent[1]])).mean()) if base else math.nan
     for row in family:
         lead = row.role == "baseline"
@@ -239,10 +238,10 @@ def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figu
 def _overlaid(study: Study, rows: Sequence[Comparison], series: Series) -> list[Line]:
     """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
     lead, *others = tried(study, rows)
-    base = baseline_trials(rows[1:])
+    base = baseline_trials(rows)
     found = []
     for c in sorted(others, key=_apart):
-        pairs = pairs_of(c, extent_of(rows[1:]))
+        pairs = pairs_of(c, extent_of(rows))
         images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
         name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
         found.append(_curve(name, images, mine, colour))

@@ -86,7 +86,12 @@ def measure(
                 f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
             )
-        _refuse_two_instruments(changed, against)
+        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+            raise ConfigError(
+                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+                "measures alike"
+            )
         base = dataclasses.replace(base, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(base, tree, against)
@@ -127,17 +132,6 @@ def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) 
                 f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
                 "change to the submodule, and compare revisions of it there"
             )
-
-
-def _refuse_two_instruments(changed: list[str], against: str) -> None:
-    """Raise ConfigError where the code that times the two sides is not the same: their ratio would hold its change."""
-    other = [module for module in changed if module.startswith(INSTRUMENT)]
-    if other:
-        raise ConfigError(
-            f"the measuring code itself is another in {against} ({', '.join(other)}), and two instruments give no "
-            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-            "measures alike"
-        )
 
 
 def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
@@ -197,10 +191,10 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
         text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {decisions.LEAST_SETS}"
         return _said(decisions.INCONCLUSIVE, text)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
-    allowed = f"where {_share(threshold) if threshold else 'none'} is allowed"
-    most = _share(1 - row.ratio.low)
+    allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
+    most = phrases.share(1 - row.ratio.low)
     if row.verdict == decisions.SLOWER and row.ratio.high < least:
-        how = f"by {_share(1 - row.ratio.value)}, and at least by {_share(1 - row.ratio.high)}, {allowed}"
+        how = f"by {phrases.share(1 - row.ratio.value)}, and at least by {phrases.share(1 - row.ratio.high)}, {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
     if row.ratio.low >= 1:
         return _said(PASSED, pair.format("is not"))
@@ -214,10 +208,6 @@ def _said(status: str, text: str) -> Outcome:
     return Outcome(status=status, sentence=f"{status}: {text}")
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.2g} %"
-
-
 def summary(answer: Answer, judged: Outcome, threshold: float) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
     found, losses = answer.finding, first_losses(answer.study)
@@ -226,7 +216,7 @@ def summary(answer: Answer, judged: Outcome, threshold: float) -> str:
         "gate": judged.status,
         "ratio, 95 % interval": found.speed,
         "baseline repeated": phrases.between(noise) or phrases.DASH,
-        "slowdown allowed": _share(threshold),
+        "slowdown allowed": phrases.share(threshold),
         "losses": losses.verdict,
     }
     return f"### {judged.sentence}\n\n{markdown([row])}\n{found.claim}\n\nLosses: {losses.sentence}.\n"

@@ -48,13 +48,8 @@ SAMPLED = 16
 """Images sampled at once."""
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
-QUESTION = Question(
-    title="How fast is this trainer beside others, and how far from the limit?",
-    file="07_peers",
-    trains=True,
-    long=True,
-    plan=PLAN,
-)
+TITLE = "How fast is this trainer beside others, and how far from the limit?"
+QUESTION = Question(title=TITLE, file="07_peers", trains=True, long=True, plan=PLAN)
 
 
 def peers(
@@ -119,18 +114,17 @@ def _against(
     return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
 
 
+_PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
+_PLAIN |= {"compile": "off", "loader": "packed"}
+
+
 def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
     """A trainer as its code is written: single precision, NCHW, torch's default Adam, and a look at every loss."""
     adam = "foreach" if ours.device == "cuda" else "loop"  # what torch.optim.Adam chooses where nothing is said
     return replace(
         ours,
+        **_PLAIN,
         workload=PEERS[peer],
-        precision="fp32",
-        channels_last=False,
-        kernels="aten",
-        freed_memory="default",
-        compile="off",
-        loader="packed",
         implementation="plain" if peer == PUBLISHED else "lab",
         optimizer=OptimizerConfig(adam=adam, ema="loop"),
         read_loss=True,
@@ -173,8 +167,7 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
 def _sampling(ours: RunConfig, setup: Setup) -> Family:
     """A denoising step of ancestral sampling, beside the published code's sampler."""
     here = replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    plain: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
-    published = replace(here, compile="off", implementation="plain", **plain)
+    published = replace(here, implementation="plain", **_PLAIN)
     name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
     return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 
@@ -216,10 +209,8 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
 
 def _limits(ours: RunConfig, name: str) -> Family:
     """Peaks: products in single precision as the baseline, in the trainer's own, and a copy."""
-    plain = replace(
-        ours, global_batch_size=1, kernels="aten", compile="off", loader="packed", optimizer=OptimizerConfig()
-    )
-    single = replace(plain, workload=_PEAK.format("product"), precision="fp32")
+    usual: dict[str, Any] = {"kernels": "aten", "compile": "off", "loader": "packed", "optimizer": OptimizerConfig()}
+    single = replace(ours, **usual, global_batch_size=1, workload=_PEAK.format("product"), precision="fp32")
     rows = [("convolution, fp32", replace(single, workload=_PEAK.format("convolution")))]
     if ours.precision != "fp32":
         own = replace(single, precision=ours.precision)

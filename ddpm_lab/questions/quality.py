@@ -25,7 +25,6 @@ from ddpm_lab.explain.figure_ratios import band
 from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
@@ -272,41 +271,48 @@ def identity_trials(family: Family) -> tuple[Trial, ...]:
 
 def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
-    settings, lead = rows(study), base(study)
-    found = _finding(study) if any(r.equivalence.seeds for r in settings) else compared(study)
+    family = _family(study)
+    found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown = speeds(study, found)
     caption = "What each setting draws from the same noise."
     views = (
-        _curves(study, [[lead, *settings]] if lead and trained.images_of(settings) else []),
+        _curves(study, [family] if trained.images_of(family) else []),
         View(caption=caption, name="samples", figure=lambda: samples_figure(study)),
         _checks(study),
     )
-    return replace(shown, figure=lambda: _figure(study, shown), table=lambda: _table(study), views=views)
+    fid = bool(_fids(family))
+    return replace(
+        shown,
+        figure=lambda: _figure(study, family, shown),
+        table=lambda: trained.loss_table(family, fid=fid),
+        views=views,
+    )
 
 
-def _finding(study: Study) -> Finding:
-    settings = rows(study)
-    short, lead = _headline(settings)
-    known = _fids(study)
+def _family(study: Study) -> list[Comparison]:
+    """The baseline that was measured last, and its candidates: another batch or network is another question."""
+    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
+    mine = [r for r in comparisons(study) if r.baseline_id == latest]
+    return [r for r in mine if r.role == "baseline"][:1] + [r for r in mine if r.role == "candidate"]
+
+
+def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
+    short, lead = _headline(family[1:])
+    known, shown = _fids(family), {r.family for r in family}
     fid = f"FID {samples.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
-    shown = {r.family for r in _family(study)}
     others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
     elsewhere = f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}."
     notes = (trained.unsound(study), untrained(study), *machine_state.warnings(study), elsewhere * bool(others), fid)
-    found = about(study, lead, short, *notes, evidence=_method(study))
-    tried = [r.equivalence.verdict for r in settings if r.equivalence.seeds]
-    answered = tried and verdicts.NOT_ENOUGH not in tried
-    status = ANSWERED if answered else verdicts.NOT_ENOUGH
+    found = about(study, lead, short, *notes, evidence=_method(family))
+    tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
+    status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
     return replace(found, verdict=lead.equivalence.verdict, status=status)
 
 
 def trained_views(study: Study) -> tuple[View, ...]:
     """Return what the configurations of a question about speed have learned, where they were trained."""
-    losses = View(
-        caption="Final held-out loss less the baseline's, with the margin.",
-        name="quality",
-        figure=lambda: trained.differences(study),
-    )
+    caption = "Final held-out loss less the baseline's, with the margin."
+    losses = View(caption=caption, name="quality", figure=lambda: trained.differences(study))
     return (losses, _curves(study, trained.families(study)), _checks(study))
 
 
@@ -320,35 +326,16 @@ def _checks(study: Study) -> View:
     return View(caption=caption, table=lambda: trained.check_table(study))
 
 
-def rows(study: Study) -> list[Comparison]:
-    """The configurations that were compared with the baseline, each with ``equivalence``."""
-    return [r for r in _family(study) if r.role == "candidate"]
-
-
-def base(study: Study) -> Comparison | None:
-    """The baseline's row; None where nothing is measured."""
-    return next((r for r in _family(study) if r.role == "baseline"), None)
-
-
-def _family(study: Study) -> list[Comparison]:
-    """Rows of the baseline that was measured last: another batch or network is another question."""
-    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    return [r for r in comparisons(study) if r.baseline_id == latest]
-
-
-def _trials_of(study: Study, row: Comparison) -> list[RunRecord]:
+def _trials_of(family: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
     """The trials of a row that verdicts rest on, in the order of their seeds."""
-    found = rows(study)
     if row.role == "baseline":
-        return trained.baseline_trials(found)
-    return [b for _, b in trained.pairs_of(row, trained.extent_of(found))]
+        return trained.baseline_trials(family)
+    return [b for _, b in trained.pairs_of(row, trained.extent_of(family))]
 
 
-def _fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
+def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
     """The FIDs that were asked for, by label, the baseline's first."""
-    lead = base(study)
-    asked = [(r.label, samples.fid(_trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
-    return [(label, found) for label, found in asked if found]
+    return [(r.label, found) for r in family if (found := samples.fid(_trials_of(family, r)))]
 
 
 def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
@@ -374,36 +361,27 @@ def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 
-def _method(study: Study) -> str:
+def _method(family: Sequence[Comparison]) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    records = trained.baseline_trials(rows(study))
-    if not records:
+    if not (records := trained.baseline_trials(family)):
         return ""
-    ends = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
-    return (
-        f"Held-out loss of the averaged weights after {trained.images_of(rows(study)):,} images, paired over "
-        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {ends[0]:.3f} to "
-        f"{ends[1]:.4f}."
-    )
+    first, last = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
+    what = f"Held-out loss of the averaged weights after {trained.images_of(family):,} images"
+    seeds = phrases.plural(len(records), "seed")
+    return f"{what}, paired over {seeds}, 90 % intervals; the baseline fell from {first:.3f} to {last:.4f}."
 
 
-def _table(study: Study) -> Table:
-    """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
-    lead = base(study)
-    return trained.loss_table([*([lead] if lead else []), *rows(study)], fid=bool(_fids(study)))
-
-
-def _figure(study: Study, usual: Answer) -> Figure:
+def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure:
     """Two columns for each setting: how much faster it is, and what it costs in loss; of nothing known the usual."""
-    shown = sorted((c for c in rows(study) if c.equivalence.seeds and c.sets), key=lambda c: -c.ratio.value)
-    if base(study) is None or not shown:
+    shown = sorted((c for c in family if c.equivalence.seeds and c.sets), key=lambda c: -c.ratio.value)
+    if not shown:
         return usual.figure()
     speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
     return forest(
         [speed, trained.loss_panel(shown, "Quality")],
         title=usual.finding.headline,
         context=phrases.context(study),
-        note=f"{_method(study)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
+        note=f"{_method(family)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
         f"repeated. Loss: {phrases.within(trained.MEANING)}",
         beside=True,
     )
@@ -439,9 +417,8 @@ def samples_figure(study: Study) -> Figure | None:
         box = body.bbox
         top = box.y1 / style.DPI
         for (heading, _), row in zip(shown, rows, strict=True):
-            body.text(
-                _EDGE / style.WIDTH, (top - 0.1 - box.y0 / style.DPI) / height, heading, va="top", fontsize=style.SMALL
-            )
+            y = (top - 0.1 - box.y0 / style.DPI) / height
+            body.text(_EDGE / style.WIDTH, y, heading, va="top", fontsize=style.SMALL)
             top -= _HEADING
             sheet.figimage(row, xo=round(_EDGE * style.DPI), yo=round(top * style.DPI) - row.shape[0], origin="upper")
             top -= row.shape[0] / style.DPI
@@ -450,26 +427,19 @@ def samples_figure(study: Study) -> Figure | None:
 
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
-    lead = base(study)
-    like = next((r for r in _trials_of(study, lead) if samples.drawn(r)), None) if lead else None
-    if lead is None or like is None:
-        return []
-    found = []
-    for row in (lead, *rows(study)):
-        verdict = "baseline" if row is lead else row.equivalence.verdict
-        for record in _trials_of(study, row):
-            if _alike(record, like):
+    family, found = _family(study), []
+    drew = [r for row in family[:1] for r in _trials_of(family, row) if samples.drawn(r)]
+    for row in family if drew else ():
+        verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
+        for record in _trials_of(family, row):
+            # Equal numbers, seed and sampler, and so equal noise.
+            ours, theirs = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, drew[0]))
+            if ours == theirs:
                 fid = samples.fid([record])
                 words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
                 words += [f"FID {samples.fid_words(fid)}"] if fid else []
                 found.append((f"{row.label}: {', '.join(words)}", record))
     return found
-
-
-def _alike(record: RunRecord, other: RunRecord) -> bool:
-    """Whether two trials drew the same images: equal numbers, seed and sampler, and so equal noise."""
-    one, two = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, other))
-    return bool(one) and one == two
 
 
 def _row(record: RunRecord) -> samples.Pixels:
