@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import records as make
 
-import ddpm_lab
 from ddpm_lab import compare
 from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
@@ -25,7 +24,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.comparison import Comparison, answer_text, first_losses, measure, plan_pair
+from ddpm_lab.questions.comparison import answer_text, first_losses, measure, plan_pair
 
 MINE = """
 import time
@@ -55,19 +54,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-def test_the_package_offers_compare() -> None:
-    assert ddpm_lab.compare is compare
-    assert ddpm_lab.Comparison is Comparison
-    with pytest.raises(AttributeError, match="no attribute 'dance'"):
-        _ = ddpm_lab.dance
-
-
 def in_a_cell() -> None:
     """Stands for a function of a notebook."""
 
 
 FILES = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"', "folder": 'data = "nowhere"'}
-FILES |= {"many": "world_size = 500\nglobal_batch_size = 500", "busy": 'loader = "files"\nloader_workers = 500'}
+FILES["many"] = 'workload = "mine:baseline"\nworld_size = 500\nglobal_batch_size = 500'
+FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "files"\nloader_workers = 500'
 
 
 @pytest.mark.parametrize(

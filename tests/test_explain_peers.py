@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import records as make
-from cells import by, column
+from cells import column
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
@@ -34,14 +34,6 @@ def test_ratios_are_turned_round_and_the_answer_is_about_the_primary_comparison(
     assert "slow, tuned" in found.headline
     assert "absent is not" in found.claim
     assert answer(study(*against(count=2))).finding.status == decisions.TOO_FEW
-
-
-def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> None:
-    shown = by(answer(WHOLE).table(), "Configuration")
-    assert list(shown)[:2] == [f"{OURS} (baseline)", f"{OURS}, repeated"]
-    assert shown["absent"]["Note"] == "absent is not installed: make peers"
-    assert shown["slow"]["This trainer is"].startswith(("3.9", "4.0"))
-    assert [name for _, _, name in answer(WHOLE).figures()] == ["limits"]
 
 
 def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:

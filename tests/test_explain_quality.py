@@ -30,13 +30,9 @@ from ddpm_lab.explain.quality import (
     equivalence,
 )
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.questions.amp import amp
-from ddpm_lab.questions.quality import quality as plan_quality
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.setting import Images, Setup
 
 BASE, BF16 = RunConfig(), RunConfig(precision="bf16")
-EVERY = OptimizerConfig(ema_every=1)
 losses = st.floats(-1, 1).map(lambda v: round(v, 3))
 
 
@@ -71,32 +67,20 @@ def test_the_seeds_that_would_do_are_the_fewest(values: list[float], margin: flo
         assert found.seeds_needed == max(len(values) + 1, 5) or upper(found.seeds_needed - 1) >= margin
 
 
-@pytest.fixture(scope="module")
-def published() -> list[RunRecord]:
-    """The baseline's trials, eight seeds in fp32, that came with the checkout."""
-    files = sorted((Path(__file__).parents[1] / "trace_output" / "published").glob("*.jsonl"))
-    found = [
-        r
-        for file in files
-        for r in Ledger(file).read(lambda heads: [h for h in heads if (h.experiment, h.role) == ("quality",) * 2])[0]
-        if r.label == "fp32"
-    ]
-    groups: dict[object, list[RunRecord]] = {}
-    for r in found:
-        groups.setdefault((r.cohort, quality.extent(r)), []).append(r)
-    most = max(groups.values(), key=len)
-    assert len({r.config.seed for r in most}) == len(most) >= 8
-    return most
+def test_a_baseline_with_other_seeds_is_not_worse_at_the_margin_of_the_lab() -> None:
+    """Eight seeds in fp32 came with the checkout: ten losses for each side are drawn out of those really measured.
 
-
-def test_a_baseline_with_other_seeds_is_not_worse_at_the_margin_of_the_lab(published: list[RunRecord]) -> None:
-    """The margin is smaller than two standard deviations, so that some are undecided, and no more are called worse.
-
-    Ten losses for each side are drawn out of those really measured.
+    The margin is smaller than two standard deviations, so that some are undecided, and no more are called worse.
     """
-    looks = [quality.curve(r) for r in published]
+    groups: dict[object, list[RunRecord]] = {}
+    for file in (Path(__file__).parents[1] / "trace_output" / "published").glob("*.jsonl"):
+        for r in Ledger(file).read(lambda heads: [h for h in heads if (h.experiment, h.role) == ("quality",) * 2])[0]:
+            if r.label == "fp32":
+                groups.setdefault((r.cohort, quality.extent(r)), []).append(r)
+    looks = [quality.curve(r) for r in max(groups.values(), key=len)]
     final, before = ([float(np.interp(share * x[-1], x, y)) for x, y in looks] for share in (1.0, 0.95))
     margin, rng = quality.margin_of(final, before), np.random.default_rng(2)
+    assert len(looks) >= 8
     assert 0 < margin < 2 * np.std(final, ddof=1)
     verdicts = Counter(equivalence(rng.choice(final, 10) - rng.choice(final, 10), margin).verdict for _ in range(1000))
     assert verdicts[NOT_WORSE] > 0.87 * 1000
@@ -131,17 +115,33 @@ def test_a_margin_that_is_estimated_makes_no_more_errors(seeds: int) -> None:
         assert sum(v in quality.GOOD for v in found) < 0.065 * 1000
 
 
-def test_a_harm_below_the_margin_is_said() -> None:
-    found = judged(make.trials({"bf16": (BF16, 0.0005)}, gain=0.001, seed_noise=0.005))
-    assert (found.verdict, found.images) == (SLIGHTLY, 8_000)
-    assert 0 < found.low < found.high < found.margin
-    assert found.behind == pytest.approx(found.difference / 0.001 * 0.05, rel=1e-6), "the last 5 % gain 0.001"
-    assert found.margin_behind == pytest.approx(found.margin / 0.001 * 0.05, rel=1e-6)
-    ahead = judged(make.trials({"bf16": (BF16, -0.0005)}, gain=0.001, seed_noise=0.005))
-    assert ahead.verdict == NOT_WORSE
-    assert ahead.behind == pytest.approx(ahead.difference / 0.001 * 0.05, rel=1e-6)
-    frozen = judged(make.trials({"bf16": (BF16, 9.0)}))
-    assert (frozen.verdict, frozen.behind) == (WORSE, 1.0)
+@pytest.mark.parametrize(
+    ("harm", "values", "verdict"),
+    [
+        (0.0, {}, NOT_WORSE),
+        (0.0, {"seed_noise": 0.1}, NOT_WORSE),  # ten times the margin: unpaired, nothing could be said
+        (0.0005, {"gain": 0.001, "seed_noise": 0.005}, SLIGHTLY),
+        (0.02, {}, WORSE),
+        (0.0, {"seeds": 4}, NOT_ENOUGH),
+        (0.0, {"seeds": 1}, NOT_ENOUGH),
+    ],
+)
+def test_a_planted_difference_is_found_and_none_is_not(harm: float, values: dict[str, Any], verdict: str) -> None:
+    found = judged(make.trials({"bf16": (BF16, harm)}, **values))
+    assert (found.verdict, found.images, found.seeds) == (verdict, 8_000, values.get("seeds", 8))
+    assert found.seeds_needed == (5 if verdict == NOT_ENOUGH else None)
+    assert found.difference == pytest.approx(harm, abs=3e-4)
+
+
+def test_a_difference_is_told_in_images_too() -> None:
+    for harm in (0.0005, -0.0005):
+        found = judged(make.trials({"bf16": (BF16, harm)}, gain=0.001, seed_noise=0.005))
+        assert found.behind == pytest.approx(found.difference / 0.001 * 0.05, rel=1e-6), "the last 5 % gain 0.001"
+        assert found.margin_behind == pytest.approx(found.margin / 0.001 * 0.05, rel=1e-6)
+    assert judged(make.trials({"bf16": (BF16, 9.0)})).behind == 1.0
+    (record, *_) = make.trials({}, seeds=1, seed_noise=0.0)
+    for loss, images in ((0.35 + 0.01 * 0.075 / 0.05, 0.925 * 8_000), (0.1, math.inf), (9.0, 0)):
+        assert quality.images_to_reach(record, loss) == pytest.approx(images)
 
 
 def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
@@ -155,7 +155,7 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     ]
     found = judged(short)
     assert (found.verdict, found.seeds_needed) == (NOT_ENOUGH, None)
-    assert quality.sentence(found) == f"not enough data (the trial ends before the loss {needed:g} that shows harm)"
+    assert f"{needed:g}" in found.reason
     assert judged(make.trials(harm)).verdict == WORSE
     seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
     raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
@@ -221,12 +221,6 @@ def test_what_cannot_change_a_bit_needs_no_trial() -> None:
         assert Trials([]).verdict(BASE, replace(BASE, **change), "code-1").verdict == NOT_MEASURED
 
 
-def test_without_a_margin_there_is_no_verdict() -> None:
-    found = equivalence([1e-7] * 7 + [2e-7], 0.0)
-    assert (found.verdict, found.reason) == (NOT_ENOUGH, "the baseline leaves no margin")
-    assert equivalence([1e-7] * 8, math.nan).verdict == NOT_ENOUGH
-
-
 def test_who_diverged_is_worse_judges_nobody_and_a_crash_is_no_verdict() -> None:
     records = make.trials({"bf16": (BF16, 0.0)})
 
@@ -244,26 +238,14 @@ def test_who_diverged_is_worse_judges_nobody_and_a_crash_is_no_verdict() -> None
     assert judged(with_status("crashed", "bf16", seeds=8)).verdict == NOT_MEASURED
 
 
-def test_a_planted_difference_is_found() -> None:
-    worse = judged(make.trials({"batch 64": (RunConfig(global_batch_size=64), 0.02)}), RunConfig(global_batch_size=64))
-    assert (worse.verdict, worse.seeds) == (WORSE, 8)
-    assert worse.low < 0.02 < worse.high
-
-
 def test_the_margin_is_the_smaller_of_spread_and_last_gain() -> None:
     spread = np.std([1.0, 1.2], ddof=1) / np.sqrt(scipy_stats.chi2.ppf(0.95, 1))
     assert quality.margin_of([1.0, 1.2], [1.5, 1.7]) == pytest.approx(2 * spread)
     assert quality.margin_of([1.0, 1.2], [1.01, 1.21]) == pytest.approx(0.01)
     assert quality.margin_of([1.0, 1.2], [0.9, 1.1]) == 0, "a baseline that gets worse leaves no room"
     assert math.isnan(quality.margin_of([1.0], [1.1]))
-
-
-def test_few_seeds_say_nothing_and_tell_how_many_would() -> None:
-    for seeds in (4, 1):
-        found = judged(make.trials({"bf16": (BF16, 0.0)}, seeds=seeds))
-        assert (found.verdict, found.seeds, found.seeds_needed, found.images) == (NOT_ENOUGH, seeds, 5, 8_000)
-    # The seeds' own spread is ten times the margin: unpaired, nothing could be said.
-    assert judged(make.trials({"bf16": (BF16, 0.0)}, seed_noise=0.1)).verdict == NOT_WORSE
+    for margin in (0.0, math.nan):
+        assert equivalence([1e-7] * 7 + [2e-7], margin).verdict == NOT_ENOUGH
 
 
 def test_equal_weights_are_identical_whatever_the_seeds() -> None:
@@ -313,30 +295,6 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged(told, code="code-2").verdict == NOT_MEASURED
     longer = make.trials({"bf16": (BF16, 0.05)}, images=16_000)
     assert judged([*records, *longer]).verdict == WORSE
-
-
-def test_trials_speak_for_the_plans_of_other_questions() -> None:
-    """What is timed and what is tried move their averages by one schedule."""
-    images = Images(folder="", sha256="", name="")
-    here = Setup(preset="quick", network="tiny", images=images, device="cpu", gpus=0, usable_cores=2)
-    asked, tried = amp(here).families[0], plan_quality(here)
-    speeds, planned = dict(asked.candidates), dict(tried.families[0].candidates)
-    records = make.trials(
-        {"bf16": (planned["bf16"], 0.0), "EMA": (planned["EMA every step"], 0.3)},
-        baseline=tried.families[0].baseline,
-    )
-    assert Trials(records).verdict(asked.baseline, speeds["bf16"], "code-1").verdict == NOT_WORSE
-    every = planned["EMA every step"]
-    assert Trials(records).verdict(asked.baseline, every, "code-1").verdict == WORSE, "the average itself is compared"
-    base, bf16 = (replace(c, optimizer=every.optimizer) for c in (asked.baseline, speeds["bf16"]))
-    assert Trials(records).verdict(base, bf16, "code-1").verdict == NOT_MEASURED, "another average on both sides"
-
-
-def test_images_to_reach_a_loss_lie_on_the_line_between_looks() -> None:
-    (record, *_) = make.trials({}, seeds=1, seed_noise=0.0)
-    assert quality.images_to_reach(record, 0.35 + 0.01 * 0.075 / 0.05) == pytest.approx(0.925 * 8_000)
-    assert quality.images_to_reach(record, 0.1) == math.inf
-    assert quality.images_to_reach(record, 9.0) == 0
 
 
 def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:

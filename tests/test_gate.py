@@ -30,7 +30,6 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import comparison, gate
 from ddpm_lab.questions.ask import answer
@@ -81,8 +80,6 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
         ("mine:stop --against main", "'mine:stop' cannot be measured"),
         ("mine:fresh --against main", r"main \(.*'fresh'"),
         ("new:step --against main", r"main \(.*'new'"),
-        ("nowhere:step --against main", "No module named 'nowhere'"),
-        ("typo.toml --against main", "the step, typo.toml.*'netwrok'"),
         ("revised.toml --against main", "revision is 'main'.*compare --against"),
         ("--against main", "nothing that ddpm_lab.training.train:ddpm imports belongs to"),
         ("mine:step mine:step --against main", "leave out mine:step"),
@@ -90,13 +87,11 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
         ("mine:step mine:fresh --strict", "--strict.*--threshold"),
         ("mine:step mine:fresh --always", "--always.*--against"),
         ("mine:step --against main --threshold 150%", "--threshold is '150%'"),
-        ("mine:step --against main --threshold=-3%", "--threshold.*'-3%'"),
-        ("mine:step --against main --resolution 0", "--resolution is '0'"),
     ],
 )
 def test_what_cannot_be_decided_is_refused(mine: Path, tmp_path: Path, call: Call, words: str, said: str) -> None:
     write(mine, {"mine.py": f"{MINE}\ndef fresh():\n    yield\n", "new.py": MINE})
-    write(mine, {"typo.toml": 'netwrok = "tiny"\n', "revised.toml": 'workload = "mine:step"\nrevision = "main"\n'})
+    write(mine, {"revised.toml": 'workload = "mine:step"\nrevision = "main"\n'})
     code, out, err = against(call, tmp_path / "out", *words.split())
     assert (code, out) == (2, "")
     *shown, refusal = err.splitlines()
@@ -133,12 +128,9 @@ def test_identical_code_passes_unmeasured(
     write(mine, {"README": "new"})
     page = tmp_path / "page.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", "main")
-    assert code == 0
-    assert out.startswith("identical code: mine:step and all that it imports are the same in the working tree and in")
-    assert page.read_text().startswith("### identical code\n")
     code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--json")
     assert (code, json.loads(out)["gate"]["status"]) == (0, "identical code")
+    assert page.read_text().startswith("### identical code\n")
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
@@ -148,14 +140,12 @@ def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tm
     with (lab / "ddpm_lab" / "measure" / "phases.py").open("a") as file:
         file.write("\nANOTHER = 1\n")
     code, _, err = lab_command(lab, "--against", "main")
-    assert code == 2
-    assert err.startswith("ddpm-lab: the measuring code itself is another in main (ddpm_lab.measure.phases)")
+    assert (code, "(ddpm_lab.measure.phases)" in err) == (2, True)
     git(lab, "restore", ".")
     config = lab / "ddpm_lab" / "config.py"
     config.write_text(config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str"))
     code, _, err = lab_command(lab, "--against", "main")
-    assert code == 2
-    assert "the lab in main does not know these settings as this one does: they name other work there" in err
+    assert (code, "the lab in main does not know these settings" in err) == (2, True)
 
 
 def lab_checkout(folder: Path) -> Path:
@@ -219,8 +209,7 @@ def test_each_side_runs_its_own_sources_and_settings(mine: Path, tmp_path: Path,
     commit(mine, version(2))
     write(mine, version(3))
     code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--strict")
-    assert code == 4
-    assert "\ninconclusive: 1 set, and a verdict needs 4" in out
+    assert (code, "\ninconclusive: 1 set" in out) == (4, True)
     assert "losses: differs" in out, "other seeds give other weights"
     ran = [line.split() for line in trace.read_text().splitlines()]
     # Each side is looked at once before its groups of the set.
@@ -240,8 +229,7 @@ def test_a_module_from_the_wrong_tree_is_refused(mine: Path, tmp_path: Path, cal
     commit(mine, {"mine.py": f"import sys\nsys.path.insert(0, {str(mine)!r})\n{MINE}"})
     write(mine, {"pack/inner.py": WORK.format(12)})
     code, out, err = against(call, tmp_path / "out", "mine:step", "--against", "main")
-    assert (code, out) == (2, "")
-    assert "rank 0 loaded pack, pack.inner from the working tree: take out what puts that folder" in err
+    assert (code, out, "rank 0 loaded pack, pack.inner from the working tree" in err) == (2, "", True)
 
 
 @pytest.mark.slow
@@ -276,12 +264,6 @@ def test_two_revisions_of_the_lab_itself_run_whole(tmp_path: Path) -> None:
     assert code == 0, err
     assert "ddpm_lab.training.planted changed" in err
     assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
-
-
-def test_sources_of_a_revision_are_here_only_in_its_comparison() -> None:
-    assert CodeVersion("k").of("") == CodeVersion("k")
-    with pytest.raises(ValueError, match=r"revision is 'abc': its sources are here only in .*compare --against"):
-        CodeVersion("k").of("abc")
 
 
 # --- the decision: planted ratios against thresholds, and how often the rule errs ---
@@ -335,26 +317,21 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)
 
 
-def _fails(true_ratio: float, *, spread: float, threshold: float, resolution: float, tries: int) -> float:
-    """How often a change fails that is measured until the width suffices, by the formula written down once more."""
-    rng = np.random.default_rng(int(1e6 * true_ratio + 1e4 * spread))
-    failed = 0
+@pytest.mark.parametrize("spread", [0.005, 0.015])
+@pytest.mark.parametrize(("true", "least", "most"), [(0.97, 0, 0.06), (0.985, 0, 0.005), (0.97 * 0.97, 0.94, 1)])
+def test_the_rule_errs_as_seldom_as_it_says(true: float, least: float, most: float, spread: float) -> None:
+    """A loss of the threshold, 3 %, fails in some 3 %, half of it never, threshold and resolution together in 97 %.
+
+    Measured until the width suffices, by the formula written down once more.
+    """
+    rng, failed, tries = np.random.default_rng(int(1e6 * true + 1e4 * spread)), 0, 400
     for _ in range(tries):
         logs: list[float] = []
-        while not logs or decisions.sets_to_come(logs, resolution):
-            logs.append(math.log(true_ratio) + rng.normal(0, spread))
+        while not logs or decisions.sets_to_come(logs, 0.03):
+            logs.append(math.log(true) + rng.normal(0, spread))
         found = stats.estimate(logs)
-        failed += found.p < decisions.FIRST_LOOK and found.high < 1 - threshold
-    return failed / tries
-
-
-@pytest.mark.parametrize("spread", [0.005, 0.015])
-def test_the_rule_errs_as_seldom_as_it_says(spread: float) -> None:
-    """The threshold itself fails in some 3 %, half of it never, and threshold and resolution together in 97 %."""
-    common = {"spread": spread, "threshold": 0.03, "resolution": 0.03, "tries": 400}
-    assert _fails(0.97, **common) <= 0.06  # type: ignore[arg-type]
-    assert _fails(0.985, **common) <= 0.005  # type: ignore[arg-type]
-    assert _fails(0.97 * 0.97, **common) >= 0.94  # type: ignore[arg-type]
+        failed += found.p < decisions.FIRST_LOOK and found.high < 0.97
+    assert least <= failed / tries <= most
 
 
 def test_the_simulated_rule_is_the_one_that_judges() -> None:
