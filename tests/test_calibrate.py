@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,13 +29,13 @@ from ddpm_lab.record import LedgerError, RunRecord
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     for minutes in (0, -1, float("nan"), "ten"):
-        with pytest.raises(ConfigError, match=r"minutes is .*: give a number above 0"):
+        with pytest.raises(ConfigError, match="minutes is"):
             calibrate(minutes=minutes, output_dir=tmp_path)  # type: ignore[arg-type]
     for planted in (0, -0.05, 1.5, 0.001, 0.055, "5%"):
-        with pytest.raises(ConfigError, match=r"planted is .*: give whole per cents"):
+        with pytest.raises(ConfigError, match="planted is"):
             calibrate(planted=planted, output_dir=tmp_path)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
-    with pytest.raises(LedgerError, match="choose another --output-dir"):
+    with pytest.raises(LedgerError, match="--output-dir"):
         calibrate(output_dir=tmp_path / "file")
 
 
@@ -63,14 +63,12 @@ def test_it_takes_the_cores_that_are_free(
     ran = stub(monkeypatch, free, others=2.0 - free)
     records = calibrate(minutes=1e-6, device="cpu", output_dir=tmp_path, quiet=True)
     assert {config.threads for config in ran} == {threads}
-    found = calibration(records)
-    assert found is not None, "beside a process that takes the other core"
-    assert found.disturbed == 0
+    assert judged(records).disturbed == 0, "beside a process that takes the other core"
 
 
 def test_a_calibration_of_disturbed_sets_alone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, 2, others=1.0)
-    with pytest.raises(LedgerError, match="other processes took the cores of every set"):
+    with pytest.raises(LedgerError, match="every set"):
         calibrate(minutes=1e-6, device="cpu", output_dir=tmp_path, quiet=True)
     assert len(Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]) >= 3, "they are kept"
 
@@ -86,13 +84,11 @@ def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.M
     assert [r.set_id for r in kept] == [r.set_id for r in (*first, *second)]
     assert [(r.role, r.status) for r in first] == [("baseline", "ok"), ("twin", "ok"), ("candidate", "ok")]
     assert {r.witness["ranks"][0]["pieces"] for r in first} == {100, 150}
-    found = calibration(first)
-    assert found is not None
+    found = judged(first)
     assert found.planted == pytest.approx(0.5)
     assert 0.2 < found.planted_estimate.value < 1, "one set of short windows"
     assert found.planted_estimate.sets == found.sets == 1
     assert not found.passed, "one set is no proof"
-    assert "Not judged: 1 set in the time given" in found.verdict()
     assert len(calibrations(kept)) == 2
 
 
@@ -115,12 +111,8 @@ def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, *
         **values,
     )
     order = {s: i for i, s in enumerate(dict.fromkeys(r.set_id for r in found))}
-    timed = []
-    for r in found:
-        i = order[r.set_id]
-        date = f"2026-01-03T10:{i // 6:02d}:{10 * (i % 6):02d}+00:00"
-        timed.append(dataclasses.replace(r, environment=dataclasses.replace(r.environment, date=date)))
-    return timed
+    dates = {s: f"2026-01-03T10:{i // 6:02d}:{10 * (i % 6):02d}+00:00" for s, i in order.items()}
+    return [replace(r, environment=replace(r.environment, date=dates[r.set_id])) for r in found]
 
 
 def judged(records: list[RunRecord]) -> Calibration:
@@ -131,45 +123,39 @@ def judged(records: list[RunRecord]) -> Calibration:
 
 def test_a_planted_slowdown_is_found() -> None:
     found = judged(calibrated())
-    assert found.passed
+    assert (found.passed, found.planted_in_interval, found.fit) == (True, True, True)
     assert found.planted == pytest.approx(0.05)
-    assert found.planted_in_interval
     assert found.seconds_per_set == pytest.approx(10)
-    assert found.fit
-    assert found.verdict().startswith("Fit to measure: 20 minutes resolve a difference of ")
+    assert found.verdict().startswith("Fit to measure")
     resolvable = [v for v in found.resolvable.values() if v is not None]
     assert resolvable == sorted(resolvable, reverse=True), "more time resolves more"
 
 
-def test_a_slowdown_that_is_missed_a_baseline_that_differs_and_noise_are_called() -> None:
-    found = judged(calibrated(1.0))
-    assert (found.passed, found.planted_in_interval) == (False, False)
-    assert "a planted slowdown of 5.0 % was not found" in found.verdict()
-    found = judged(calibrated(twin=1.1))
-    assert (found.passed, found.null_called) == (False, True)
-    assert "differs from itself" in found.verdict()
-    found = judged(calibrated(1 / 1.5, set_noise=0.12, count=10))
-    assert (found.passed, found.fit) == (True, False)
-    assert found.verdict().startswith("Fit for large differences only: 20 minutes resolve ")
+@pytest.mark.parametrize(
+    ("planted", "passed", "null_called", "verdict"),
+    [
+        ({"ratio": 1.0}, False, False, "Not fit to measure now: a planted slowdown of 5.0 %"),
+        ({"twin": 1.1}, False, True, "Not fit to measure now: the baseline differs from itself"),
+        ({"ratio": 1 / 1.5, "set_noise": 0.12, "count": 10}, True, False, "Fit for large differences only"),
+        ({"count": 3}, False, False, "Not judged: 3 sets"),
+    ],
+)
+def test_what_is_missed_differs_or_is_noisy_is_not_fit(
+    planted: dict[str, Any], passed: bool, null_called: bool, verdict: str
+) -> None:
+    found = judged(calibrated(**planted))
+    assert (found.passed, found.null_called, found.fit) == (passed, null_called, False)
+    assert found.verdict().startswith(verdict)
 
 
 def test_disturbed_sets_do_not_count_and_are_told() -> None:
     """Beside a process that takes a core the planted slowdown reads three times as slow."""
     found = judged(calibrated(crowded=range(8)))
-    assert (found.sets, found.disturbed) == (12, 8)
-    assert found.passed
-    assert found.planted_in_interval
-    assert "12 sets of 10.0 s" in lines(found)[1]
-    assert lines(found)[1].endswith("; 8 more were disturbed by other processes and do not count.")
-    assert "disturbed" not in "".join(lines(calibration(calibrated()) or found))
+    assert (found.sets, found.disturbed, found.passed, found.planted_in_interval) == (12, 8, True, True)
+    assert "8 more were disturbed" in lines(found)[1]
     assert calibration(calibrated(count=3, crowded=range(3))) is None
-
-
-def test_the_threads_are_told_where_they_are_fewer_than_the_cores() -> None:
-    records = [dataclasses.replace(r, config=dataclasses.replace(r.config, threads=1)) for r in calibrated()]
-    found = judged(records)
-    assert "with 1 of 2 cores" in lines(found)[1]
-    assert found.as_dict()["threads"] == 1
+    limited = [replace(r, config=replace(r.config, threads=1)) for r in calibrated()]
+    assert judged(limited).as_dict()["threads"] == 1
 
 
 def test_noise_and_drift_are_told_as_planted() -> None:
@@ -180,9 +166,7 @@ def test_noise_and_drift_are_told_as_planted() -> None:
     starts = [r.environment.date for r in records]
     assert starts == sorted(starts)
     slowing = [
-        dataclasses.replace(
-            r, windows=tuple(dataclasses.replace(w, seconds=w.seconds * math.exp(0.01 * i / 18)) for w in r.windows)
-        )
+        replace(r, windows=tuple(replace(w, seconds=w.seconds * math.exp(0.01 * i / 18)) for w in r.windows))
         for i, r in enumerate(records)  # three records a set, six sets a minute: 1 % a minute
     ]
     drifted = judged(slowing)
@@ -192,28 +176,17 @@ def test_noise_and_drift_are_told_as_planted() -> None:
     assert drifted.noise == pytest.approx(found.noise, rel=0.05), "drift is shared by all and no noise of a ratio"
 
 
-def test_few_sets_are_not_judged_and_nothing_is_made_up() -> None:
-    found = judged(calibrated(count=3))
-    assert not found.passed
-    assert "Not judged" in found.verdict()
-    values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert values["sets"] == 3
-    one = judged(calibrated(count=1))
-    assert set(one.resolvable.values()) == {None}
-    assert json.dumps(one.as_dict(), allow_nan=False)
-    assert calibration(calibrated()[:2]) is None
-    assert calibrations([]) == []
-
-
-def test_words_and_picture_exist_for_each() -> None:
+def test_nothing_is_made_up_of_few_sets() -> None:
     for records in (calibrated(), calibrated(count=1), calibrated(1.0, twin=1.1)):
         found = judged(records)
-        said = "\n".join(lines(found))
-        assert "nan" not in said
-        assert "inf" not in said
+        assert not re.search("nan|inf", "\n".join(lines(found)))
+        assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["sets"] == found.sets
         picture = module.figure(found)
         assert len(picture.axes) == 2
         assert np.isfinite(picture.axes[0].get_ylim()).all()
+    assert set(judged(calibrated(count=1)).resolvable.values()) == {None}
+    assert calibration(calibrated()[:2]) is None
+    assert calibrations([]) == []
 
 
 def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:

@@ -1,23 +1,38 @@
-"""The question claims: which wrong ways are run, and that they run."""
+"""The question claims: wrong ways that run, what they make of a number, and verdicts on published claims."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import claimed
+import numpy as np
 import pytest
+import records as make
+from cells import column
+from claimed import BASE, CONFIGS, STEP
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
+from ddpm_lab.explain.charts.style import png
+from ddpm_lab.explain.decisions import INCONCLUSIVE
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.questions import ask as questions
-from ddpm_lab.questions.ask import ask
-from ddpm_lab.questions.claims import claims
-from ddpm_lab.record import RunRecord
+from ddpm_lab.questions.ask import answer, ask
+from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, claims, judged
+from ddpm_lab.questions.faults import FAULTS, Reading, readings
+from ddpm_lab.record import Machine, RunRecord
 
 HERE = setup()
 ON_GPU = {"loss_read", "unsynchronised", "phases_waited_for", "hidden_devices"}
@@ -93,3 +108,224 @@ def test_every_wrong_way_runs_and_is_wrong(ran: dict[str, RunRecord]) -> None:
         compute = sum(s for name, s in alone["phases"].items() if name not in ("data", "copy"))
         assert compute > 0.7 * alone["seconds"]
         assert alone["cpu_seconds"] < 1.2 * alone["seconds"], "one thread uses one core at most"
+
+
+# --- verdicts, from planted records whose numbers are known ---
+
+ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])
+CUDA = RunConfig(device="cuda", global_batch_size=128)
+
+
+def read(key: str, records: Sequence[RunRecord]) -> Reading:
+    return readings(claimed.study(records))[key]
+
+
+def spread(i: int) -> float:
+    """Some scatter over repeats whose geometric mean is 1."""
+    return math.exp((-0.02, -0.01, 0.0, 0.0, 0.01, 0.02)[i])
+
+
+def profiled(seconds: float) -> dict[str, Any]:
+    return {"steps": 6, "seconds": seconds, "loop_seconds": 0.06, "inclusive_seconds": 0.4, "exclusive_seconds": 0.1}
+
+
+def cold(config: RunConfig, baseline: RunConfig, **values: Any) -> RunRecord:
+    told = {"experiment": "torch_compile", "family": "torch_compile", "baseline_id": baseline.run_id, **values}
+    made = make.cold(config, [19.9], label="compiled", **told)[0]
+    return replace(made, stages={"compile": 19.9, "warmup": 0.1}, warmup_steps=10)
+
+
+SECONDS = {"forward": 0.06, "backward": 0.10, "optimizer": 0.03, "ema": 0.002, "data": 0.008}
+PHASES: dict[str, Any] = {"steps": 20, "seconds": 0.2, "cpu_seconds": 0.2, "phases": SECONDS}
+WAYS: dict[str, Any] = {
+    "fresh": lambda i: {"step_seconds": [2 * STEP * spread(i)] * 6},
+    "bars": lambda i: {"steps": 6, "images": 48, "seconds": 6 * STEP * (1 + 0.1 * i)},
+    "runs": {"steps": 3, "seconds": [0.03 * math.exp(0.1 * (i - 24.5) / 24.5) for i in range(50)]},
+    "labelled_two": ["the label says world_size 2, rank 0 ran with 1"],
+    "profiled": lambda i: profiled(0.6 * spread(i)),
+    "phases": PHASES,
+    "one_thread": PHASES,
+    "unsynchronised": {"steps": 20, "seconds": 2 * STEP},
+    "loss_read": {"steps": 20, "seconds": 20 * STEP},
+    "phases_waited_for": {**PHASES, "phases": {"forward": 0.1, "backward": 0.15, "data": 0.05}},
+}
+
+
+def test_every_fault_reads_what_was_planted() -> None:
+    """Steps of 10 ms in the sets; each wrong number over the right one is known, and drawn with its interval."""
+    bars = {"steps": 1, "images": 32, "seconds": 32 * STEP / 8 / 1.25}
+    others = [*claimed.wrong("bf16", profiled=profiled(0.5)), *claimed.wrong("batch 32", bars=bars)]
+    compiled = cold(CONFIGS["compiled"], BASE, experiment="claims", family="tiny, batch 8")
+    of = claimed.study([*claimed.sets(), *claimed.wrong(**WAYS), *others, compiled])
+    found = readings(of)
+    expected = {
+        "multiplied": 300 * (1 + 0.12) / (1800 * STEP),  # a second of start-up
+        "cold": 2.0,
+        "compiling": 2.0 / (STEP / 1.5),
+        "profiler": 10.0,
+        "single": 1.5,
+        "label": 1 / 1.8,
+        "gradient": math.inf,
+        "share": 0.96 / 0.5,  # one of two cores computes
+        "nested": 4.0,
+        "unsynchronised": 0.1,
+        "loss_read": 1.0,
+        "phase_sums": 1.5,
+    }
+    assert {key: found[key].ratio.value for key in expected} == pytest.approx(expected, rel=0.02)
+    assert found.keys() == FAULTS.keys()
+    assert all(found[key].ratio.contains(expected[key]) for key in ("multiplied", "cold", "profiler"))
+    assert not found["compiling"].ratio.exists, "one compile has no interval"
+    assert "1.20 times as fast as fp32, and is 0.80" in found["profiler"].also
+    assert WAYS["labelled_two"][0] in found["label"].also
+    drawn = [tuple(np.asarray(line.get_xdata()).tolist()) for line in answer(of).figure().axes[0].lines]
+    assert all((r.ratio.value,) in drawn for r in found.values() if math.isfinite(r.ratio.value))
+    assert all(r.ratio.ends in drawn for r in found.values() if r.ratio.exists)
+    # 32 images in one bar and 48 in the other: half as much again is all that is wrong.
+    even = claimed.wrong(bars={"steps": 6, "images": 48, "seconds": 48 * STEP / 8})
+    assert read("unequal", [*claimed.sets(), *even, *others]).ratio.value == pytest.approx(1.5, rel=0.01)
+
+
+def test_percentiles_do_not_narrow_as_the_interval_of_the_mean_does() -> None:
+    few, many = (read("percentiles", [*claimed.sets(count=n), *claimed.wrong(**WAYS)]) for n in (6, 24))
+    assert few.wrong == many.wrong == pytest.approx(10, abs=0.1)
+    assert many.ratio.value > 1.5 * few.ratio.value > 15
+
+
+def test_few_records_give_fewer_numbers() -> None:
+    once = [*claimed.sets(), *claimed.wrong(repeats=1, **WAYS)]
+    assert not read("profiler", once).ratio.exists
+    assert "single" not in readings(claimed.study(once)), "one run differs from nothing"
+    other = [replace(r, baseline_id="another") for r in claimed.wrong(repeats=9, profiled=profiled(6.0))]
+    assert read("profiler", [*other, *claimed.sets(), *claimed.wrong(**WAYS)]).ratio.value == pytest.approx(
+        10, rel=0.01
+    )
+    assert not readings(of := claimed.study(claimed.sets()))
+    assert png(answer(of).figure())
+
+
+# Verdicts
+
+
+def verdict_on(study: Study, key: str, text: str = "") -> Judged:
+    (found,) = [a for claim, a in judged(study) if claim.key == key and text in claim.says]
+    return found
+
+
+def verdict(study: Study, key: str, text: str = "") -> str:
+    return verdict_on(study, key, text).verdict
+
+
+def sets(experiment: str, candidates: dict[str, tuple[RunConfig, float]], **values: Any) -> list[RunRecord]:
+    return make.sets(
+        candidates, experiment=experiment, family=experiment, **{"set_noise": 0.002, "turn_noise": 0.002, **values}
+    )
+
+
+def on(machine: Machine, *records: RunRecord) -> Study:
+    """A study of claims that rests on other questions' records."""
+    return claimed.study([*claimed.sets(), *claimed.wrong()], beside=records, machine=machine)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_a_cpu_decides_nothing_about_the_speed_of_a_gpu(ratio: float) -> None:
+    """Whatever is resolved here, for or against."""
+    questions = {"amp": "bf16", "torch_compile": "compiled", "multi_gpu": "2 ranks"}
+    beside = [r for q, label in questions.items() for r in sets(q, {label: (CONFIGS[label], ratio)}, baseline=BASE)]
+    of = claimed.study([*claimed.sets(dict.fromkeys(CONFIGS, ratio)), *claimed.wrong(**WAYS)], beside=beside)
+    needing = [a.verdict for claim, a in judged(of) if claim.gpus]
+    assert needing == [UNTESTABLE] * 11
+
+
+@pytest.mark.parametrize(
+    ("ratio", "held", "faster", "values"),
+    [
+        (1.3, CONFIRMED, CONFIRMED, {}),
+        (2.0, REFUTED, CONFIRMED, {}),
+        (0.8, REFUTED, REFUTED, {}),
+        (1.0, INCONCLUSIVE, INCONCLUSIVE, {"set_noise": 0.02}),
+        (1.3, INCONCLUSIVE, INCONCLUSIVE, {"count": 3}),
+        (1.3, INCONCLUSIVE, INCONCLUSIVE, {"twin_ratio": 2.0}),
+    ],
+)
+def test_a_gpu_decides_about_mixed_precision(ratio: float, held: str, faster: str, values: dict[str, Any]) -> None:
+    """20 to 40 % is met or missed; whether it accelerates at all is another claim."""
+    half = {"fp16": (replace(CUDA, precision="fp16"), ratio)}
+    of = on(ONE_GPU, *sets("amp", half, baseline=CUDA, **values))
+    assert (verdict(of, "S002-4"), verdict(of, "S004-1")) == (held, faster)
+
+
+def test_eight_gpus_decide_about_eight_gpus() -> None:
+    for ratio, expected in ((6.45, CONFIRMED), (4.0, REFUTED), (7.9, REFUTED)):
+        records = sets("multi_gpu", {"8 GPUs": (replace(CUDA, world_size=8), ratio)}, baseline=CUDA)
+        assert verdict(on(make.GPUS, *records), "S000-1") == expected
+    assert (verdict(on(ONE_GPU), "S000-1"), verdict(on(make.GPUS), "S000-1")) == (UNTESTABLE, NOT_MEASURED)
+
+
+def test_each_batch_size_and_each_number_of_workers_counts() -> None:
+    base, files = replace(CUDA, global_batch_size=8), replace(CUDA, loader="files")
+    for last, expected in ((2.8, CONFIRMED), (4.0, REFUTED)):
+        ratios = {16: 1.2, 32: 2.0, 64: last}
+        larger = {f"batch {n}": (replace(base, global_batch_size=n), ratio) for n, ratio in ratios.items()}
+        assert verdict(on(ONE_GPU, *sets("batch_size", larger, baseline=base)), "S002-3") == expected
+    for eight, expected in ((1.1, CONFIRMED), (1.5, REFUTED)):
+        ratios = {4: 1.2, 8: eight}
+        more = {f"{n} workers": (replace(files, loader_workers=n), ratio) for n, ratio in ratios.items()}
+        assert verdict(on(ONE_GPU, *sets("workers", more, baseline=files)), "S004-3") == expected
+
+
+def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
+    for baseline, machine in ((BASE, make.CPU), (CUDA, ONE_GPU)):
+        config = replace(baseline, compile="whole")
+        quick, slow = (sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8))
+        found = verdict_on(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
+        assert found.verdict == REFUTED
+        assert "pays off after" in found.why
+        assert verdict(on(machine, *quick), "S004-4", "unsuitable") == NOT_MEASURED, "without its cost"
+        told = verdict(on(machine, *slow, cold(config, baseline)), "S004-4", "unsuitable")
+        assert told == (CONFIRMED if machine is ONE_GPU else UNTESTABLE), "a slow CPU says nothing of a GPU"
+
+
+def test_what_a_number_means_is_decided_anywhere() -> None:
+    of = claimed.study([*claimed.sets(), *claimed.wrong(**WAYS)])
+    assert verdict(of, "S003-1", "gradient") == verdict(of, "S003-1", "Percentiles") == REFUTED
+    for count, expected in ((39_156_227, REFUTED), (13_400_000, CONFIRMED)):
+        ways = claimed.wrong(counted={"network": "s000", "parameters": count})
+        assert verdict(claimed.study(ways), "S000-2") == expected
+    assert verdict(of, "S000-2") == NOT_MEASURED
+
+
+def test_a_gpu_says_how_busy_it_was() -> None:
+    """87.7 % in compute phases is its utilisation, or is not: NVML says."""
+    for busy, expected in ((60, REFUTED), (96, CONFIRMED)):
+        answers = {**PHASES, "gpu_utilisation_percent": busy}
+        ways = claimed.wrong(phases_waited_for=lambda i, known=answers: {**known, "seconds": 0.2 + 0.0001 * i})
+        ways = [replace(r, config=replace(CUDA, purpose="check", seed=i), ranks=()) for i, r in enumerate(ways)]
+        assert verdict(claimed.study(ways, machine=ONE_GPU), "S002-2") == expected
+
+
+def quality(**differences: float) -> Study:
+    """A study with trials of configurations, whose final losses differ from the baseline's by so much."""
+    timed = sets("quality", {name: (CONFIGS[name], 1.1) for name in differences}, baseline=BASE)
+    tried = make.trials({n: (CONFIGS[n], d) for n, d in differences.items()}, baseline=BASE)
+    return replace(on(make.CPU, *timed), trials=tuple(tried))
+
+
+def test_losses_are_judged_by_trials_over_seeds() -> None:
+    same = quality(**{"2 ranks": 0.0, "bf16": 0.0, "batch 32": 0.05})
+    assert verdict(same, "S001-2") == verdict(same, "S004-5", "precision") == CONFIRMED
+    assert verdict(same, "S004-5", "larger batches") == REFUTED
+    worse = quality(**{"2 ranks": 0.05, "bf16": 0.0})
+    assert verdict(worse, "S001-2") == verdict(worse, "S004-5", "precision") == REFUTED
+    assert verdict(worse, "S004-5", "larger batches") == verdict(on(make.CPU), "S001-2") == NOT_MEASURED
+
+
+def test_other_questions_come_first() -> None:
+    amp = sets("amp", {"bf16": (CONFIGS["bf16"], 0.7)}, baseline=BASE)
+    of = claimed.study(claimed.sets(), beside=amp)
+    verdicts = [a.verdict for _, a in judged(of)]
+    assert len(verdicts) == 20
+    assert column(answer(of).table(), "Verdict") == verdicts
+    assert f"{verdicts.count(UNTESTABLE)} need GPUs" in answer(of).finding.headline
+    assert verdict_on(of, "S004-1").here.startswith("bf16 0.70")
+    assert verdict_on(claimed.study(claimed.sets()), "S004-1").here.startswith("bf16 0.80")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import records as make
 
-import ddpm_lab
 from ddpm_lab import compare
 from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
@@ -25,7 +24,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.comparison import Comparison, answer_text, first_losses, measure, plan_pair
+from ddpm_lab.questions.comparison import answer_text, first_losses, measure, plan_pair
 
 MINE = """
 import time
@@ -55,69 +54,56 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-def test_the_package_offers_compare() -> None:
-    assert ddpm_lab.compare is compare
-    assert ddpm_lab.Comparison is Comparison
-    with pytest.raises(AttributeError, match="no attribute 'dance'"):
-        _ = ddpm_lab.dance
-
-
 def in_a_cell() -> None:
     """Stands for a function of a notebook."""
+
+
+FILES = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"', "folder": 'data = "nowhere"'}
+FILES["many"] = 'workload = "mine:baseline"\nworld_size = 500\nglobal_batch_size = 500'
+FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "files"\nloader_workers = 500'
 
 
 @pytest.mark.parametrize(
     ("side", "words"),
     [
-        ("mine", "baseline is 'mine': name a workload as module:function, or a file that ends in .toml"),
-        ("mine:nothing", "'mine:nothing' cannot be measured: rank 0: AttributeError: module 'mine' has no attribute"),
-        ("nowhere:f", "'nowhere:f' cannot be measured: rank 0: ModuleNotFoundError: No module named 'nowhere'"),
-        ("none.toml", "baseline: cannot read none.toml: No such file"),
+        ("mine", "baseline is 'mine'"),
+        ("mine:nothing", "'mine:nothing' cannot be measured"),
+        ("nowhere:f", "'nowhere:f' cannot be measured"),
+        ("none.toml", "baseline: cannot read none.toml"),
         ("bad.toml", "is not TOML"),
         ("huge.toml", "baseline, huge.toml: network is 'huge'"),
-        ("typo.toml", "baseline, typo.toml: a configuration has no setting 'netwrok'"),
+        ("typo.toml", "baseline, typo.toml: .*'netwrok'"),
         ("many.toml", "500 CPU ranks need 500 cores"),
-        ("busy.toml", "loader_workers is 500: 2 cores are usable"),
+        ("busy.toml", "loader_workers is 500"),
         ("folder.toml", "nowhere"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_a_sentence(
+def test_what_cannot_be_measured_is_refused(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-    files = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"'}
-    files |= {"many": "world_size = 500\nglobal_batch_size = 500", "folder": 'data = "nowhere"'}
-    files["busy"] = 'loader = "files"\nloader_workers = 500'
-    for name, text in files.items():
+    for name, text in FILES.items():
         (tmp_path / f"{name}.toml").write_text(text)
-    with pytest.raises(ValueError, match=r".") as refusal:
+    with pytest.raises(ValueError, match=words):
         compare(side, f"{mine.stem}:candidate", output_dir=tmp_path / "out", quiet=True)
-    assert words in str(refusal.value)
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
-def test_a_function_of_this_process_alone_is_refused_with_the_remedy(
-    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_a_cell, "__module__", "__main__")
-    with pytest.raises(
-        ConfigError, match=r"the function 'in_a_cell', which only this process knows.* put it into a file"
-    ):
-        compare(f"{mine.stem}:baseline", in_a_cell, output_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"give 'mine:name'"):
-        compare(lambda: None, "mine:baseline", output_dir=tmp_path)
-
-
-def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path) -> None:
-    for value in (0, 5, "2%"):
-        with pytest.raises(ConfigError, match=r"resolution is .*: give a share such as 0.02"):
-            compare("mine:baseline", "mine:candidate", resolution=value, output_dir=tmp_path)  # type: ignore[arg-type]
     one, two = (RunConfig(data="x", data_sha256=sha) for sha in ("a", "b"))
-    with pytest.raises(ConfigError, match="train on different images"):
-        compare(one, two, output_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"both sides are mine:baseline with the same settings.*--instrument"):
-        compare(f"{mine.stem}:baseline", "mine:baseline", output_dir=tmp_path)
+    base, other = f"{mine.stem}:baseline", "mine:candidate"
+    rows: list[tuple[Any, Any, dict[str, Any], str]] = [
+        *((base, other, {"resolution": value}, "resolution is") for value in (0, 5, "2%")),
+        (one, two, {}, "train on different images"),
+        (base, "mine:baseline", {}, "both sides are mine:baseline"),
+        (base, in_a_cell, {}, "'in_a_cell'.*'mine:in_a_cell'"),
+        (lambda: None, base, {}, "'mine:name'"),
+    ]
+    for first, second, settings, words in rows:
+        with pytest.raises(ConfigError, match=words):
+            compare(first, second, output_dir=tmp_path, **settings)
 
 
 @pytest.mark.slow
@@ -158,15 +144,11 @@ def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: P
     assert 0.4 < found.ratio < 0.6
     assert found.finding.high < 0.8
     assert found.verdict == decisions.SLOWER
-    text = str(found)
     threads = f"ran as 1 rank on cpu, {phrases.plural(hardware.usable_cores(), 'thread')}"
-    words = ("95 % interval", "the baseline repeated", "sets", "peak memory", threads, "figure: ")
-    for word in (found.verdict, *words):
-        assert word in text
+    for word in (found.verdict, "95 % interval", threads, str(found.figure)):
+        assert word in str(found)
     assert found.figure.is_file()
-    bundle = found._repr_mimebundle_()
-    assert "<img" in bundle["text/html"]
-    assert "alt=" in bundle["text/html"]
+    assert "alt=" in found._repr_mimebundle_()["text/html"]
     values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert values["resolution"] == 0.3
     assert [side["label"] for side in values["sides"]] == ["baseline", "baseline again", "candidate"]
@@ -241,14 +223,14 @@ def sides(base: Sequence[float], other: Sequence[float], twin: Sequence[float] |
     return make.study(witnessed)
 
 
-def test_what_is_said_of_two_sides() -> None:
+def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
     rows: list[tuple[list[float], list[float], list[float], str, str]] = [
-        (ONE, [*ONE, 0.9], ONE, "identical", "identical: the first 3 losses agree to the last bit"),
-        (ONE, [1.25, 1.1, 1.05 + 2**-50], ONE, "differs", "by up to 8e-16 of the loss, where main repeats its own"),
-        (ONE, [1.25, 1.0, 1.05], ONE, "differs", "differs: the first 3 losses by up to 9.1 %"),
-        (ONE, [1.25, 1.0, 1.05], [1.25, 1.2, 1.05], "not comparable", "from one run to the next by 8.3 %"),
-        ([0.0] * 3, ONE, [0.0] * 3, "not measured", "not measured: main gives no loss"),
-        ([], [], [], "not measured", "give no loss"),
+        (ONE, [*ONE, 0.9], ONE, "identical", "the first 3 losses"),
+        (ONE, [1.25, 1.1, 1.05 + 2**-50], ONE, "differs", "8e-16 of the loss"),
+        (ONE, [1.25, 1.0, 1.05], ONE, "differs", "9.1 %"),
+        (ONE, [1.25, 1.0, 1.05], [1.25, 1.2, 1.05], "not comparable", "8.3 %"),
+        ([0.0] * 3, ONE, [0.0] * 3, "not measured", "main"),
+        ([], [], [], "not measured", "no loss"),
     ]
     for base, other, twin, verdict, words in rows:
         found = first_losses(sides(base, other, twin))
@@ -256,7 +238,7 @@ def test_what_is_said_of_two_sides() -> None:
         assert words in found.sentence
 
 
-def test_every_rank_and_every_set_counts() -> None:
+def test_every_rank_and_every_whole_set_counts() -> None:
     one = sides(ONE, ONE, ranks=2)
     last = next(i for i, r in reversed(list(enumerate(one.records))) if r.role == "candidate")
     witness = {"ranks": [{"first_losses": ONE}, {"first_losses": [1.25, 1.1, 1.06]}]}
@@ -264,24 +246,15 @@ def test_every_rank_and_every_set_counts() -> None:
     records = (*one.records[:last], changed, *one.records[last + 1 :])
     assert first_losses(one).verdict == "identical"
     assert first_losses(dataclasses.replace(one, records=records)).verdict == "differs"
-
-
-def test_unfinished_sets_say_nothing() -> None:
-    alone = [r for r in sides(ONE, ONE).records if r.role == "baseline"]
-    assert first_losses(make.study(alone)).sentence == "not measured: no set has both sides"
+    alone = [r for r in one.records if r.role == "baseline"]
+    assert first_losses(make.study(alone)).verdict == "not measured"
 
 
 @pytest.mark.parametrize("reason", ["rank 0: KeyError: 'mine' (bad.py, line 118)", "rank 0 was killed by SIGKILL"])
 def test_the_place_of_a_failure_is_told_once(reason: str) -> None:
     place = " (bad.py, line 118)"
-    failure = {"status": "crashed", "reason": reason, "windows": ()}
     witness = {"traceback": 'File "/home/me/bad.py", line 118, in gen_raises'}
-    records = [
-        dataclasses.replace(r, witness=witness, **failure)  # type: ignore[arg-type]
-        if r.role == "candidate"
-        else dataclasses.replace(r, witness={})
-        for r in sides(ONE, ONE).records
-    ]
-    failed = make.study(records)
+    rows = make.sets({}, baseline_label="main", failures={"working tree": (RunConfig(seed=1), "crashed", reason)})
+    failed = make.study([dataclasses.replace(r, witness=witness if r.status == "crashed" else {}) for r in rows])
     told = answer_text(failed, answer(failed).finding).splitlines()[-1]
     assert told == f"  working tree: crashed: {reason.removesuffix(place)}{place}"

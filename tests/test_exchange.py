@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import records as make
 from cells import column
-from conftest import Call
 from scaled_records import all_reduces
 from setups import setup
 
@@ -51,20 +51,16 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
     assert (name, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
 
 
-def test_ranks_and_batch_can_be_chosen_and_smoke_is_short() -> None:
+def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
     found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
     sizes = [(f.baseline.world_size, f.baseline.global_batch_size) for f in found]
     assert sizes == [(2, 16), (2, 32), (4, 16), (4, 32)]
     (family,) = exchange(setup("smoke")).families
     assert [name for name, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
-
-
-def test_one_rank_exchanges_nothing() -> None:
     alone = exchange(setup(cores=1))
     assert [f.candidates for f in alone.families] == [()]
-    ((_, name, reason),) = alone.left_out
-    assert (name, reason) == ("2 ranks", "this machine has one usable core; each rank needs its own")
-    with pytest.raises(ConfigError, match="world_sizes has 1, and one rank exchanges nothing: give 2 or more"):
+    assert [label for _, label, _ in alone.left_out] == ["2 ranks"]
+    with pytest.raises(ConfigError, match="world_sizes has 1"):
         exchange(setup(), world_sizes=[1, 2])
 
 
@@ -78,24 +74,17 @@ def settings(ratio: float, experiment: str = "exchange") -> Study:
     return make.study(make.sets(rows, baseline=BASE, family="tiny, batch 32, 2 ranks", **values), experiment)
 
 
-def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
-    found = answer(settings(1.25)).finding
-    assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
-    said = found.notes[0]
-    assert "is 20." in said or "is 19." in said
-    assert said.endswith("exposed communication.")
-    assert "not called shorter" in answer(settings(1.0)).finding.notes[0]
-    assert [row.label for row in recommendation.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
-
-
-def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:
+def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_leads() -> None:
     twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
     silent = {NO_EXCHANGE: (dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False)), 1.9)}
     values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": ""}
-    records = make.sets(silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", **values)
-    found = answer(make.study([*settings(1.25).records, *records], "exchange")).finding
-    assert found.ratio == pytest.approx(1.1, rel=0.02)
-    assert "one exchange in 2 is 47." in found.notes[1]
+    halved = make.sets(silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", **values)
+    found = answer(make.study([*settings(1.25).records, *halved], "exchange")).finding
+    assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
+    shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
+    assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
+    assert "% shorter" not in answer(settings(1.0)).finding.claim
+    assert [row.label for row in recommendation.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
@@ -128,30 +117,23 @@ def test_each_number_of_ranks_is_a_family_of_its_own() -> None:
     assert [(f.baseline.world_size, sizes(f)) for f in experiment.families] == [(3, [1024, 4096]), (5, [1024, 4096])]
 
 
-def test_what_cannot_be_run_is_refused(call: Call) -> None:
-    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
         ({"message_bytes": []}, "message_bytes"),
         ({"message_bytes": [0]}, "at least 4"),
-        ({"message_bytes": [1022]}, "message_bytes has 1022: give multiples of 4"),
+        ({"message_bytes": [1022]}, "message_bytes has 1022"),
         ({"world_sizes": [3]}, "3 CPU ranks need 3 cores"),
-        ({"world_sizes": [1]}, "give 2 or more"),
-    )
-    for grid, words in wrong:
-        with pytest.raises(ConfigError, match=words):
-            ask("all_reduce", setup(), **grid)
-    code, _, err = call("run", "all_reduce", "--batch-size", "8")
-    assert (code, "--batch-size 8: only profile, amp" in err) == (2, True)
+        ({"world_sizes": [1]}, "world_sizes has 1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(grid: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ask("all_reduce", setup(), **grid)
 
 
 def ring(alpha: float = ALPHA, beta: float = BETA) -> Callable[[int, int], float]:
     return lambda ranks, size: 2 * (ranks - 1) * (alpha + size / ranks * beta)
-
-
-def test_bus_bandwidth_is_what_a_link_passes_whatever_the_ranks() -> None:
-    found = exchanges(make.study(all_reduces(ring(0.0), ranks=(2, 8), machine=make.GPUS)))
-    assert {e.ranks for e in found} == {2, 8}
-    for e in found:
-        assert bus_bandwidth(e) == pytest.approx(1 / BETA, rel=0.03)
 
 
 def test_ranks_on_several_hosts_are_rows_and_lines_of_their_own() -> None:
@@ -160,15 +142,16 @@ def test_ranks_on_several_hosts_are_rows_and_lines_of_their_own() -> None:
     study = make.study([*near, *far])
     shown = answer(study).table()
     assert list(dict.fromkeys(column(shown, "Configuration"))) == ["2 ranks", "4 ranks", "4 ranks on 4 hosts"]
-    assert len(shown) == 18
-    assert shown[0]["Time"].endswith("\N{MICRO SIGN}s")
-    assert shown[0]["Sets"] == "6"
+    assert (len(shown), shown[0]["Sets"]) == (18, "6")
     found = exchanges(study)
     assert found[0].step_seconds == pytest.approx(2 * (ALPHA + 512 * BETA), rel=0.05)
     assert found[12].step_seconds == pytest.approx(6 * 5e-3, rel=0.05), "over four hosts"
     (ax,) = answer(study).figure().axes
     drawn = [tuple(point) for line in ax.get_lines() for point in np.asarray(line.get_xydata()).tolist()]
     assert drawn == [(message_bytes(e), 1e-9 * bus_bandwidth(e)) for e in found]
+    # A link passes the same whatever the number of ranks.
+    for e in exchanges(make.study(all_reduces(ring(0.0), ranks=(2, 8), machine=make.GPUS))):
+        assert bus_bandwidth(e) == pytest.approx(1 / BETA, rel=0.03)
 
 
 def test_ranks_that_share_cores_and_a_rank_alone_say_nothing_of_exchanges() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +30,10 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import comparison, gate
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.gate import Outcome, outcome, summary
+from ddpm_lab.questions.gate import outcome, summary
 
 MINE = """
 import torch
@@ -76,36 +76,28 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("mine:step --against nowhere", ["--against is 'nowhere'", "give a branch, a tag or a commit"]),
-        ("mine:stop --against main", ["'mine:stop' cannot be measured", "no attribute 'stop'"]),
-        ("mine:fresh --against main", ["main (", "no attribute 'fresh'", "; name a step that both have"]),
-        ("new:step --against main", ["main (", "No module named 'new'", "; name a step that both have"]),
-        ("nowhere:step --against main", ["No module named 'nowhere'"]),
-        ("typo.toml --against main", ["the step, typo.toml", "has no setting 'netwrok'"]),
-        ("revised.toml --against main", ["revision is 'main'", "use compare --against"]),
-        ("--against main", ["nothing that ddpm_lab.training.train:ddpm imports belongs to", "name a step of this"]),
-        ("mine:step mine:step --against main", ["--against main takes one step", "leave out mine:step"]),
-        ("mine:step", ["needs two sides", "--against"]),
-        ("mine:step mine:fresh --strict", ["--strict", "--threshold"]),
-        ("mine:step mine:fresh --always", ["--always", "--against"]),
-        ("mine:step --against main --threshold 150%", ["--threshold is '150%'", "less than 100 %"]),
-        ("mine:step --against main --threshold=-3%", ["--threshold", "'-3%'"]),
-        ("mine:step --against main --threshold three", ["--threshold is 'three'"]),
-        ("mine:step --against main --resolution 0", ["--resolution is '0'"]),
+        ("mine:step --against nowhere", "--against is 'nowhere'"),
+        ("mine:stop --against main", "'mine:stop' cannot be measured"),
+        ("mine:fresh --against main", r"main \(.*'fresh'"),
+        ("new:step --against main", r"main \(.*'new'"),
+        ("revised.toml --against main", "revision is 'main'.*compare --against"),
+        ("--against main", "nothing that ddpm_lab.training.train:ddpm imports belongs to"),
+        ("mine:step mine:step --against main", "leave out mine:step"),
+        ("mine:step", "--against"),
+        ("mine:step mine:fresh --strict", "--strict.*--threshold"),
+        ("mine:step mine:fresh --always", "--always.*--against"),
+        ("mine:step --against main --threshold 150%", "--threshold is '150%'"),
     ],
 )
-def test_what_cannot_be_decided_is_refused_in_a_sentence(
-    mine: Path, tmp_path: Path, call: Call, words: str, said: list[str]
-) -> None:
+def test_what_cannot_be_decided_is_refused(mine: Path, tmp_path: Path, call: Call, words: str, said: str) -> None:
     write(mine, {"mine.py": f"{MINE}\ndef fresh():\n    yield\n", "new.py": MINE})
-    write(mine, {"typo.toml": 'netwrok = "tiny"\n', "revised.toml": 'workload = "mine:step"\nrevision = "main"\n'})
+    write(mine, {"revised.toml": 'workload = "mine:step"\nrevision = "main"\n'})
     code, out, err = against(call, tmp_path / "out", *words.split())
     assert (code, out) == (2, "")
     *shown, refusal = err.splitlines()
     assert refusal.startswith("ddpm-lab: ")
     assert not [line for line in shown if "ddpm-lab" in line], "nothing but progress comes before it"
-    for word in said:
-        assert word in refusal
+    assert re.search(said, refusal)
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
@@ -113,9 +105,8 @@ def test_outside_of_a_repository_the_sentence_says_so(
     mine: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, err = against(call, tmp_path / "out", f"{(mine / 'mine.py').stem}:step", "--against", "main")
-    assert code == 2
-    assert "--against compares the working tree of a git repository" in err
+    code, _, err = against(call, tmp_path / "out", f"{mine.stem}:step", "--against", "main")
+    assert (code, "git repository" in err) == (2, True)
 
 
 def test_code_in_a_submodule_is_refused_and_one_that_nothing_imports_is_no_obstacle(
@@ -128,9 +119,7 @@ def test_code_in_a_submodule_is_refused_and_one_that_nothing_imports_is_no_obsta
     assert against(call, tmp_path / "out", "mine:step", "--against", "main")[0] == 0
     write(mine, {"mine.py": f"import vendor.part\n{MINE}"})
     code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main")
-    assert code == 2
-    assert " lies in the submodule vendor of" in err
-    assert "change to the submodule" in err
+    assert (code, "submodule vendor of" in err) == (2, True)
 
 
 def test_identical_code_passes_unmeasured(
@@ -139,12 +128,9 @@ def test_identical_code_passes_unmeasured(
     write(mine, {"README": "new"})
     page = tmp_path / "page.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", "main")
-    assert code == 0
-    assert out.startswith("identical code: mine:step and all that it imports are the same in the working tree and in")
-    assert page.read_text().startswith("### identical code\n")
     code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--json")
     assert (code, json.loads(out)["gate"]["status"]) == (0, "identical code")
+    assert page.read_text().startswith("### identical code\n")
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
@@ -154,14 +140,12 @@ def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tm
     with (lab / "ddpm_lab" / "measure" / "phases.py").open("a") as file:
         file.write("\nANOTHER = 1\n")
     code, _, err = lab_command(lab, "--against", "main")
-    assert code == 2
-    assert err.startswith("ddpm-lab: the measuring code itself is another in main (ddpm_lab.measure.phases)")
+    assert (code, "(ddpm_lab.measure.phases)" in err) == (2, True)
     git(lab, "restore", ".")
     config = lab / "ddpm_lab" / "config.py"
     config.write_text(config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str"))
     code, _, err = lab_command(lab, "--against", "main")
-    assert code == 2
-    assert "the lab in main does not know these settings as this one does: they name other work there" in err
+    assert (code, "the lab in main does not know these settings" in err) == (2, True)
 
 
 def lab_checkout(folder: Path) -> Path:
@@ -225,8 +209,7 @@ def test_each_side_runs_its_own_sources_and_settings(mine: Path, tmp_path: Path,
     commit(mine, version(2))
     write(mine, version(3))
     code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--strict")
-    assert code == 4
-    assert "\ninconclusive: 1 set, and a verdict needs 4" in out
+    assert (code, "\ninconclusive: 1 set" in out) == (4, True)
     assert "losses: differs" in out, "other seeds give other weights"
     ran = [line.split() for line in trace.read_text().splitlines()]
     # Each side is looked at once before its groups of the set.
@@ -246,8 +229,7 @@ def test_a_module_from_the_wrong_tree_is_refused(mine: Path, tmp_path: Path, cal
     commit(mine, {"mine.py": f"import sys\nsys.path.insert(0, {str(mine)!r})\n{MINE}"})
     write(mine, {"pack/inner.py": WORK.format(12)})
     code, out, err = against(call, tmp_path / "out", "mine:step", "--against", "main")
-    assert (code, out) == (2, "")
-    assert "rank 0 loaded pack, pack.inner from the working tree: take out what puts that folder" in err
+    assert (code, out, "rank 0 loaded pack, pack.inner from the working tree" in err) == (2, "", True)
 
 
 @pytest.mark.slow
@@ -284,16 +266,10 @@ def test_two_revisions_of_the_lab_itself_run_whole(tmp_path: Path) -> None:
     assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
 
 
-def test_sources_of_a_revision_are_here_only_in_its_comparison() -> None:
-    assert CodeVersion("k").of("") == CodeVersion("k")
-    with pytest.raises(ValueError, match=r"revision is 'abc': its sources are here only in .*compare --against"):
-        CodeVersion("k").of("abc")
-
-
 # --- the decision: planted ratios against thresholds, and how often the rule errs ---
 
 MAIN = RunConfig(workload="mine:step", global_batch_size=1, revision="1234567890ab")
-TREE = dataclasses.replace(MAIN, revision="")
+TREE = replace(MAIN, revision="")
 
 
 def study(ratio: float, **values: float) -> Study:
@@ -308,61 +284,54 @@ def study(ratio: float, **values: float) -> Study:
     return make.study(made)
 
 
-def test_a_planted_ratio_is_judged_by_its_interval() -> None:
-    for ratio, threshold, status, words in (
-        (0.80, 0.03, gate.SLOWER, "failed: working tree is slower than main by 20 %, and at least by"),
-        (0.80, 0.0, gate.SLOWER, "where none is allowed"),
-        (0.97, 0.0, gate.SLOWER, "failed"),
-        (0.97, 0.10, gate.PASSED, "passed: working tree is slower than main by at most 3"),
-        (1.00, 0.03, gate.PASSED, "passed: "),
-        (1.20, 0.03, gate.PASSED, "passed: working tree is not slower than main"),
-        (0.97, 0.03, decisions.INCONCLUSIVE, "inconclusive: working tree may be slower than main by up to"),
-        (1.00, 0.0, decisions.INCONCLUSIVE, "where none is allowed: measure longer, or on a quieter machine"),
-    ):
-        judged = outcome(answer(study(ratio)), threshold)
-        assert judged.status == status
-        assert words in judged.sentence
+@pytest.mark.parametrize(
+    ("ratio", "threshold", "status", "words"),
+    [
+        (0.80, 0.03, gate.SLOWER, "by 20 %, and at least by"),
+        (0.80, 0.0, gate.SLOWER, "none is allowed"),
+        (0.97, 0.0, gate.SLOWER, ""),
+        (0.97, 0.10, gate.PASSED, "by at most 3"),
+        (1.00, 0.03, gate.PASSED, ""),
+        (1.20, 0.03, gate.PASSED, "is not slower"),
+        (0.97, 0.03, decisions.INCONCLUSIVE, "by up to"),
+        (1.00, 0.0, decisions.INCONCLUSIVE, "none is allowed"),
+    ],
+)
+def test_a_planted_ratio_is_judged_by_its_interval(ratio: float, threshold: float, status: str, words: str) -> None:
+    judged = outcome(answer(study(ratio)), threshold)
+    assert judged.status == status
+    assert judged.sentence.startswith(f"{status}: ")
+    assert words in judged.sentence
+    assert (judged.exit_code(), judged.exit_code(strict=True)) == {
+        gate.SLOWER: (1, 1),
+        gate.PASSED: (0, 0),
+        decisions.INCONCLUSIVE: (0, 4),
+    }[status]
 
 
 def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pass() -> None:
-    few = outcome(answer(study(0.5, count=3)), 0.03)
-    assert (few.status, few.exit_code(), few.exit_code(strict=True)) == (decisions.INCONCLUSIVE, 0, 4)
-    assert outcome(answer(study(0.5)), 0.03).status == gate.SLOWER
+    assert outcome(answer(study(0.5, count=3)), 0.03).status == decisions.INCONCLUSIVE
     assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
-    config = dataclasses.replace(TREE, seed=1)
-    failed = make.sets({}, baseline=MAIN, failures={"working tree": (config, "crashed", "rank 0: planted")})
+    failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
-    assert (judged.status, judged.exit_code()) == (gate.NO_RESULT, 1)
-    assert "working tree" in judged.sentence
-
-
-def test_exit_codes_tell_the_outcomes_apart() -> None:
-    codes = {status: Outcome(status=status, sentence="").exit_code() for status in gate.EXIT_CODES}
-    assert codes == {"passed": 0, "identical code": 0, "failed": 1, "no result": 1, decisions.INCONCLUSIVE: 0}
-    strict = {s for s, code in codes.items() if Outcome(status=s, sentence="").exit_code(strict=True) != code}
-    assert strict == {decisions.INCONCLUSIVE}
-
-
-def _fails(true_ratio: float, *, spread: float, threshold: float, resolution: float, tries: int) -> float:
-    """How often a change fails that is measured until the width suffices, by the formula written down once more."""
-    rng = np.random.default_rng(int(1e6 * true_ratio + 1e4 * spread))
-    failed = 0
-    for _ in range(tries):
-        logs: list[float] = []
-        while not logs or decisions.sets_to_come(logs, resolution):
-            logs.append(math.log(true_ratio) + rng.normal(0, spread))
-        found = stats.estimate(logs)
-        failed += found.p < decisions.FIRST_LOOK and found.high < 1 - threshold
-    return failed / tries
+    assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.015])
-def test_the_rule_errs_as_seldom_as_it_says(spread: float) -> None:
-    """The threshold itself fails in some 3 %, half of it never, and threshold and resolution together in 97 %."""
-    common = {"spread": spread, "threshold": 0.03, "resolution": 0.03, "tries": 400}
-    assert _fails(0.97, **common) <= 0.06  # type: ignore[arg-type]
-    assert _fails(0.985, **common) <= 0.005  # type: ignore[arg-type]
-    assert _fails(0.97 * 0.97, **common) >= 0.94  # type: ignore[arg-type]
+@pytest.mark.parametrize(("true", "least", "most"), [(0.97, 0, 0.06), (0.985, 0, 0.005), (0.97 * 0.97, 0.94, 1)])
+def test_the_rule_errs_as_seldom_as_it_says(true: float, least: float, most: float, spread: float) -> None:
+    """A loss of the threshold, 3 %, fails in some 3 %, half of it never, threshold and resolution together in 97 %.
+
+    Measured until the width suffices, by the formula written down once more.
+    """
+    rng, failed, tries = np.random.default_rng(int(1e6 * true + 1e4 * spread)), 0, 400
+    for _ in range(tries):
+        logs: list[float] = []
+        while not logs or decisions.sets_to_come(logs, 0.03):
+            logs.append(math.log(true) + rng.normal(0, spread))
+        found = stats.estimate(logs)
+        failed += found.p < decisions.FIRST_LOOK and found.high < 0.97
+    assert least <= failed / tries <= most
 
 
 def test_the_simulated_rule_is_the_one_that_judges() -> None:
@@ -375,11 +344,9 @@ def test_the_simulated_rule_is_the_one_that_judges() -> None:
 
 def test_the_summary_is_a_table_of_what_was_decided() -> None:
     one = study(0.8)
-    text = summary(answer(one), outcome(answer(one), 0.03), 0.03)
-    head, names, rule, values = (line for line in text.splitlines()[:5] if line)
-    assert head.startswith("### failed: working tree is slower than main by 20 %")
+    judged = outcome(answer(one), 0.03)
+    head, names, rule, values = (line for line in summary(answer(one), judged, 0.03).splitlines()[:5] if line)
+    assert head == f"### {judged.sentence}"
     assert names.count("|") == rule.count("|") == values.count("|") == 6
     for word in ("failed", "0.80", "8 sets", "3 %", "not measured"):
         assert word in values
-    assert one.hardware in text
-    assert text.endswith("\n")

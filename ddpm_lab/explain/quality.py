@@ -6,10 +6,9 @@ what a seed is worth to both drops out of the difference.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,8 @@ from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
+
+Array = npt.NDArray[np.float64]
 
 IDENTICAL = "identical"
 NOT_WORSE = "not worse"
@@ -83,6 +84,10 @@ class Equivalence:
     """
 
 
+_UNKNOWN = Equivalence(verdict=NOT_MEASURED)
+_SAME = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0)
+
+
 def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     """Student's t interval of the mean of paired differences of the loss, against a margin set beforehand.
 
@@ -94,7 +99,7 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     values = np.asarray(differences, dtype=float)
     n = len(values)
     if n == 0:
-        return Equivalence(verdict=NOT_MEASURED)
+        return _UNKNOWN
     mean = float(values.mean())
     if n == 1:  # from which no margin can be known
         return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
@@ -104,11 +109,11 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     half = _half(n, spread)
     found = Equivalence(verdict=NOT_ENOUGH, difference=mean, low=mean - half, high=mean + half, margin=margin, seeds=n)
     if n >= LEAST_SEEDS and found.high < margin:
-        return dataclasses.replace(found, verdict=SLIGHTLY if found.low > 0 else NOT_WORSE)
+        return replace(found, verdict=SLIGHTLY if found.low > 0 else NOT_WORSE)
     if n >= LEAST_SEEDS and found.low > 0:
-        return dataclasses.replace(found, verdict=WORSE)
+        return replace(found, verdict=WORSE)
     enough = (k for k in range(max(n + 1, LEAST_SEEDS), MOST_SEEDS + 1) if mean + _half(k, spread) < margin)
-    return dataclasses.replace(found, seeds_needed=next(enough, None))
+    return replace(found, seeds_needed=next(enough, None))
 
 
 def _half(n: int, spread: float) -> float:
@@ -141,7 +146,7 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
     being finite, or is still above the one that shows harm, there is none either; where that loss is not known, none
     but worse.
     """
-    found = Equivalence(verdict=NOT_MEASURED)
+    found = _UNKNOWN
     for size in sorted({extent(r) for r in candidate}, reverse=True):
         ours, base = (
             {r.config.seed: r for r in side if extent(r) == size and r.status in ("ok", DIVERGED)}
@@ -151,35 +156,34 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         if not seeds:
             continue
         if lost := [seed for seed in sorted(base) if base[seed].status == DIVERGED]:
-            return Equivalence(
-                verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"the baseline diverged with seed {lost[0]}"
-            )
+            reason = f"the baseline diverged with seed {lost[0]}"
+            return Equivalence(verdict=NOT_ENOUGH, seeds=len(seeds), reason=reason)
         if lost := [seed for seed in seeds if ours[seed].status == DIVERGED]:
             return Equivalence(verdict=WORSE, seeds=len(seeds), reason=f"diverged with seed {lost[0]}")
         pairs = tuple((base[seed], ours[seed]) for seed in seeds)
         steps = f"after {(pairs[0][0].quality or {})['steps']:,} steps"
-        if all(_sha(a) == _sha(b) for a, b in pairs):
-            same = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=len(seeds), reason=steps)
-            same = dataclasses.replace(same, images=size[1])
-            return dataclasses.replace(same, pairs=pairs if final_loss(pairs[0][0]) is not None else ())
+        if all(len({(r.quality or {})["weights_sha256"] for r in pair}) == 1 for pair in pairs):
+            shown = pairs if final_loss(pairs[0][0]) is not None else ()
+            return replace(_SAME, seeds=len(seeds), reason=steps, images=size[1], pairs=shown)
         if any(final_loss(r) is None for pair in pairs for r in pair):
             found = Equivalence(verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"other weights {steps}, no held-out loss")
             continue
-        margin = margin_of([_loss_at(r, 1.0) for r in base.values()], [_loss_at(r, 0.95) for r in base.values()])
-        found = equivalence([_loss_at(b, 1.0) - _loss_at(a, 1.0) for a, b in pairs], margin)
-        config, reason = pairs[0][0].config, _too_short([a for a, _ in pairs])
+        margin = margin_of(_losses_at(base.values(), 1.0), _losses_at(base.values(), 0.95))
+        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        found = equivalence(_losses_at(second, 1.0) - _losses_at(first, 1.0), margin)
+        config, reason = first[0].config, _too_short(first)
         if not reason and found.verdict in GOOD and not (config.is_own or _named_loss(config)):
             reason = NO_LOSS_KNOWN
         if reason:
-            found = dataclasses.replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
+            found = replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
         behind, margin_behind = (_behind(pairs, loss) for loss in (found.difference, found.margin))
-        return dataclasses.replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
+        return replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
     return found
 
 
 def _too_short(base: Sequence[RunRecord]) -> str:
     """Why a baseline's trials end before they would show harm; empty where they do not."""
-    first, last = (float(np.mean([_loss_at(r, share) for r in base])) for share in (0.0, 1.0))
+    first, last = (float(_losses_at(base, share).mean()) for share in (0.0, 1.0))
     if needed := _named_loss(base[0].config):
         return f"the trial ends before the loss {needed:g} that shows harm" if last > needed else ""
     return f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}" if last > HARDLY * first else ""
@@ -216,21 +220,16 @@ def final_loss(record: RunRecord) -> float | None:
     return float(looks[-1]["loss"]) if looks else None
 
 
-def _loss_at(record: RunRecord, share: float) -> float:
-    """Held-out loss after a share of the images, between two looks by a straight line."""
-    images, losses = curve(record)
-    return float(np.interp(share * images[-1], images, losses))
+def _losses_at(records: Iterable[RunRecord], share: float) -> Array:
+    """Held-out loss of each trial after a share of its images, between two looks by a straight line."""
+    curves = map(curve, records)
+    return np.array([np.interp(share * images[-1], images, losses) for images, losses in curves])
 
 
-def curve(record: RunRecord) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def curve(record: RunRecord) -> tuple[Array, Array]:
     """Images of each look at a trial (n,), and the held-out losses (n,)."""
     looks = (record.quality or {})["held_out"]
     return np.array([h["images"] for h in looks], float), np.array([h["loss"] for h in looks], float)
-
-
-def _sha(record: RunRecord) -> str:
-    assert record.quality is not None
-    return str(record.quality["weights_sha256"])
 
 
 def extent(record: RunRecord) -> tuple[int, int]:
@@ -262,14 +261,12 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
     the weights, diffusion, and the revision if one is named.
     """
     same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False}
-    same["options"] = config.own_options
-    if config.workload == TRAINING:
-        same["workload"] = DDPM
+    same |= {"options": config.own_options, "workload": DDPM if config.workload == TRAINING else config.workload}
     if (loosely or anywhere) and config.loader != "still":  # which repeats one batch
         same |= {**UNLEARNED, "threads": 0}
     if anywhere:
         same["data_sha256"] = ""
-    return dataclasses.replace(config, **same).run_id
+    return replace(config, **same).run_id
 
 
 class Trials:
@@ -303,7 +300,7 @@ class Trials:
         does not change what is learned; what differs in that alone, and in no trial, is identical. A published verdict
         counts where this machine's trials give none.
         """
-        found = Equivalence(verdict=NOT_MEASURED)
+        found = _UNKNOWN
         for loosely, known in ((False, self._exact), (True, self._by_work)):
             base, ours = work_of(baseline, loosely=loosely), work_of(candidate, loosely=loosely)
             if base != ours and found.verdict not in DECIDED:
@@ -312,8 +309,7 @@ class Trials:
                 found = found if judged.verdict == NOT_MEASURED else judged
         if base == ours:
             alike = (baseline.workload, baseline.threads) == (DDPM, candidate.threads)
-            same = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, reason="the same arithmetic")
-            return same if alike and found.verdict == NOT_MEASURED else found
+            return replace(_SAME, reason="the same arithmetic") if alike and found.verdict == NOT_MEASURED else found
         if found.verdict in DECIDED:
             return found
         published = self._elsewhere(baseline, candidate)
@@ -327,9 +323,9 @@ class Trials:
             judged = compare(known.get(base, ()), known.get(ours, ()))
             if judged.verdict != NOT_MEASURED:
                 day = max(r.date[:10] for r in known[ours])
-                found.append(dataclasses.replace(judged, published=day, pairs=()))
+                found.append(replace(judged, published=day, pairs=()))
         best = max(found, key=lambda f: (f.verdict in DECIDED, f.images, f.published), default=None)
-        return best or Equivalence(verdict=NOT_MEASURED)
+        return best or _UNKNOWN
 
 
 def speaks_for(record: RunRecord, code_version: str) -> bool:
@@ -342,7 +338,7 @@ def sentence(found: Equivalence) -> str:
     """A verdict in a few words, for tables: ``not worse after 20,000 images (8 seeds; published 2026-11-22)``."""
     if found.verdict == NOT_MEASURED:
         return NOT_MEASURED
-    seeds = f"{found.seeds} seed{'s' if found.seeds != 1 else ''}"
+    seeds = f"{found.seeds} seed{'s' * (found.seeds != 1)}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
     told = [found.reason or f"{seeds}{need}", *([f"published {found.published}"] if found.published else [])]
     return f"{found.verdict}{'' if found.reason else after(found)} ({'; '.join(told)})"

@@ -41,7 +41,7 @@ Array = npt.NDArray[np.float64]
 def families(study: Study) -> list[list[Comparison]]:
     """Families of which trials exist: each its baseline's row, then those of its candidates."""
     found = by_family(r for r in comparisons(study) if r.role in ("baseline", "candidate"))
-    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows[1:])]
+    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows)]
 
 
 def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
@@ -52,8 +52,7 @@ def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
 
 def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
     """The largest ``quality.extent`` of trials that any verdict rests on; zeros without any."""
-    pairs = [r.equivalence.pairs for r in rows if r.equivalence.pairs]
-    return max((quality.extent(p[0][0]) for p in pairs), default=(0, 0))
+    return max((quality.extent(r.equivalence.pairs[0][0]) for r in rows if r.equivalence.pairs), default=(0, 0))
 
 
 def images_of(rows: Sequence[Comparison]) -> int:
@@ -85,18 +84,12 @@ def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
     return np.array(found)
 
 
-def target(rows: Sequence[Comparison]) -> float:
-    """The held-out loss to be reached; NaN where the baseline has no trials."""
-    records = baseline_trials(rows)
-    return float(held_out(records, np.array([TARGET_SHARE * images_of(rows)])).mean()) if records else math.nan
-
-
 def tried(study: Study, rows: Sequence[Comparison]) -> list[Comparison]:
     """The baseline's row and those of candidates with trials of the same extent.
 
     A larger batch whose learning rate was tried scaled with it has a second row: its speed is the same.
     """
-    lead, extent = rows[0], extent_of(rows[1:])
+    lead, extent = rows[0], extent_of(rows)
     trials = quality.Trials.of(study)
     found = [lead]
     for row in rows[1:]:
@@ -122,12 +115,11 @@ def images_to_reach(records: Sequence[RunRecord], loss: float) -> str:
 
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, held-out loss, and the images to the loss that the baseline reaches."""
-    found = [r for r in family if r.role == "candidate"]
-    extent, loss = extent_of(found), target(found)
-    shown = []
+    extent, base, shown = extent_of(family), baseline_trials(family), []
+    aim = float(held_out(base, np.array([TARGET_SHARE * extent[1]])).mean()) if base else math.nan
     for row in family:
         lead = row.role == "baseline"
-        records = baseline_trials(found) if lead else [b for _, b in pairs_of(row, extent)]
+        records = base if lead else [b for _, b in pairs_of(row, extent)]
         final = held_out(records, np.array([extent[1]])).mean() if records else math.nan
         distance = samples.fid(records)
         shown.append(
@@ -139,7 +131,7 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
                 "Held-out loss": f"{final:.4f}" if records else _NONE,
                 **({"FID": samples.fid_words(distance) if distance else _NONE} if fid else {}),
                 **phrases.loss(row),
-                "Images to the same loss": images_to_reach(records, loss),
+                "Images to the same loss": images_to_reach(records, aim),
                 "Seeds": str(len(records)),
             }
         )
@@ -166,15 +158,11 @@ def check_table(study: Study) -> Table:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
     for r, answer in _checks(study):
-        if not answer:
-            shown.append({"Family": r.family, "Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
-            continue
-        worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
-        shown.append(
-            {
-                "Family": r.family,
-                "Configuration": r.label,
-                "Verdict": gradient_bounds.fault(answer) or "as expected",
+        verdict = phrases.failed(r.status, r.reason) if not answer else gradient_bounds.fault(answer) or "as expected"
+        cells = {"Family": r.family, "Configuration": r.label, "Verdict": verdict}
+        if answer:
+            worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
+            cells |= {
                 "Loss off by": _share(worst.get("loss_error")),
                 "Gradient off by": _share(worst.get("gradient_error")),
                 "Cosine": f"{worst['cosine']:.6f}" if worst.get("cosine") is not None else _NONE,
@@ -182,7 +170,7 @@ def check_table(study: Study) -> Table:
                 "Not finite": str(worst.get("nonfinite", _NONE)),
                 "Skipped steps": str(worst.get("skipped", _NONE)),
             }
-        )
+        shown.append(cells)
     columns = dict.fromkeys(name for row in shown for name in row)
     return one_family([{name: row.get(name, _NONE) for name in columns} for row in shown])
 
@@ -229,16 +217,12 @@ Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figure | None:
     """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
-    plots = []
+    plots, labels = [], dict[str, Any](x_label="images trained on", y_label="loss")
     for rows in shown_families:
         several = f"{rows[0].family}: " if len(shown_families) > 1 else ""
         for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
             shown = _overlaid(study, rows, series)
-            plots.append(
-                Plot(
-                    lines=shown, heading=several + heading, x_label="images trained on", y_label="loss", from_zero=False
-                )
-            )
+            plots.append(Plot(lines=shown, heading=several + heading, from_zero=False, **labels))
     if not plots:
         return None
     return lines(
@@ -254,10 +238,10 @@ def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figu
 def _overlaid(study: Study, rows: Sequence[Comparison], series: Series) -> list[Line]:
     """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
     lead, *others = tried(study, rows)
-    base = baseline_trials(rows[1:])
+    base = baseline_trials(rows)
     found = []
     for c in sorted(others, key=_apart):
-        pairs = pairs_of(c, extent_of(rows[1:]))
+        pairs = pairs_of(c, extent_of(rows))
         images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
         name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
         found.append(_curve(name, images, mine, colour))

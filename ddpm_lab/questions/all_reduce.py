@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, speeds
@@ -15,7 +14,6 @@ from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Setup, WorldSizes
@@ -46,13 +44,14 @@ def all_reduce(setup: Setup, *, world_sizes: WorldSizes = None, message_bytes: M
     sizes = [first, *others[-1:], *others[:-1]]  # smallest and largest tell most
     families, left_out = [], []
     for n in ranks or [1]:
-        baseline, *candidates = [(label(size), _config(setup, n, size)) for size in sizes]
+        common: dict[str, Any] = {"workload": ALL_REDUCE, "world_size": n, "global_batch_size": n}
+        rows = [(label(size), setup.config(options=(("message_bytes", size),), **common)) for size in sizes]
         families.append(
             Family(
                 name=f"all-reduce, {setup.ranks_label(n)}",
-                baseline_label=baseline[0],
-                baseline=baseline[1],
-                candidates=tuple(candidates) if ranks else (),
+                baseline_label=rows[0][0],
+                baseline=rows[0][1],
+                candidates=tuple(rows[1:]) if ranks else (),
                 together=True,  # what slows a whole set is told from what all its messages share
             )
         )
@@ -67,12 +66,6 @@ def label(size: int) -> str:
     """Such as "64 KiB"."""
     unit, name = next(((u, n) for u, n in ((2**20, "MiB"), (2**10, "KiB")) if size >= u), (1, "bytes"))
     return f"{size / unit:.4g} {name}"
-
-
-def _config(setup: Setup, ranks: int, size: int) -> RunConfig:
-    return setup.config(
-        workload=ALL_REDUCE, world_size=ranks, global_batch_size=ranks, options=(("message_bytes", size),)
-    )
 
 
 def exchanges(study: Study) -> list[Comparison]:
@@ -104,19 +97,25 @@ def answer(study: Study) -> Answer:
         return replace(speeds(study, compared(study)), table=lambda: [])
     most = max(found, key=lambda e: (e.ranks, bus_bandwidth(e)))
     least = min((e for e in found if e.ranks == most.ranks), key=lambda e: e.step_seconds)
-    headline = (
-        f"{most.ranks} ranks exchange at up to {_speed(most)} of bus bandwidth, and in no less than {_duration(least)}"
-    )
-    evidence = (
-        f"The most is reached with {most.label}, the least time takes a message of {least.label} "
-        f"({phrases.plural(most.sets, 'set')})."
-    )
+    up, down = f"at up to {_speed(most)} of bus bandwidth", f"in no less than {_duration(least)}"
+    headline = f"{most.ranks} ranks exchange {up}, and {down}"
+    sets = phrases.plural(most.sets, "set")
+    evidence = f"The most is reached with {most.label}, the least time takes a message of {least.label} ({sets})."
     finding = plain(study, headline, ANSWERED, *machine_state.warnings(study), evidence=evidence)
     return Answer(
         study=study,
         finding=replace(finding, verdict="measured", quality="no training, so no quality"),
         figure=lambda: _figure(study, headline, found),
-        table=lambda: _table(found),
+        table=lambda: [
+            {
+                "Configuration": _ranks_name(e),
+                "Message": e.label,
+                "Time": _duration(e),
+                "Bus bandwidth": _speed(e),
+                "Sets": str(e.sets),
+            }
+            for e in found
+        ],
     )
 
 
@@ -133,24 +132,10 @@ def _speed(exchange: Comparison) -> str:
     return f"{phrases.significant(speed / unit)} {name}"
 
 
-def _table(found: Sequence[Comparison]) -> Table:
-    return [
-        {
-            "Configuration": _ranks_name(e),
-            "Message": e.label,
-            "Time": _duration(e),
-            "Bus bandwidth": _speed(e),
-            "Sets": str(e.sets),
-        }
-        for e in found
-    ]
-
-
 def _figure(study: Study, title: str, found: Sequence[Comparison]) -> Figure:
     """Bus bandwidth against the size of the message, a line for each number of ranks."""
-    series: dict[str, list[Comparison]] = {}
-    for e in found:
-        series.setdefault(_ranks_name(e), []).append(e)
+    names = dict.fromkeys(map(_ranks_name, found))
+    series = {name: [e for e in found if _ranks_name(e) == name] for name in names}
     sizes = dict(sorted({message_bytes(e): e.label for e in found}.items()))
     plot = Plot(
         lines=[

@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,23 +51,13 @@ def calibrate(
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
-    progress: Callable[[str], None] | None = None,
 ) -> list[RunRecord]:
-    """Measure sets of a baseline, its twin and a planted slowdown until the time is over; returns their records.
+    """Measure sets of a baseline, its twin and a planted slowdown until ``minutes`` are over, one at least.
 
-    On a CPU they have as many threads as there are cores that other processes leave free.
-
-    Args:
-        minutes: how long to measure; at least one set is measured.
-        planted: the slowdown, as a share of the work of a step: a whole number of per cent, 0.01 to 1.
-        device: cpu or cuda; None is the GPU where there is one.
-        output_dir: folder whose ledger receives the records; None is the checkout.
-        quiet: show no progress.
-        progress: called with each line instead of showing it.
-
-    Raises:
-        ConfigError: a value cannot be measured.
-        LedgerError: no set could be completed, or other processes disturbed each; the sentence gives the reason.
+    On a CPU they have as many threads as there are cores that other processes leave free. ``planted`` is the slowdown,
+    as a share of the work of a step: a whole number of per cent, 0.01 to 1. Returns the records, which are in the
+    ledger of ``output_dir`` too. Raises ConfigError for a value that cannot be measured, and LedgerError where no set
+    could be completed, or other processes disturbed each.
     """
     if not (isinstance(minutes, int | float) and 0 < minutes < 1e6):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
@@ -76,14 +66,13 @@ def calibrate(
         raise ConfigError(f"planted is {planted!r}: give whole per cents from 0.01 to 1, such as 0.05")
     output = output_folder(output_dir)
     show = Progress(EXPERIMENT, quiet=quiet)
-    instrument = instrument_for(output, progress or show)
+    instrument = instrument_for(output, show)
     ledger = Ledger(output / LEDGER)
     sweep()
-    device = usual_device(device)
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
-        members = _members(device, extra, instrument.usable_cores)
+        members = _members(usual_device(device), extra, instrument.usable_cores)
         begun, sets = time.monotonic(), list[list[RunRecord]]()
         while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
             left = max(0.0, minutes * 60 - (time.monotonic() - begun))
@@ -102,13 +91,8 @@ def calibrate(
 def _members(device: str, extra: int, cores: int) -> list[Member]:
     """Baseline, twin and ``extra`` per cent more work, with as many threads as cores are free."""
     free = free_cores() if device == "cpu" else cores
-    baseline = RunConfig(
-        workload=WORKLOAD,
-        device=device,
-        global_batch_size=1,
-        threads=free if free < cores else 0,
-        options=(("pieces", PIECES),),
-    )
+    threads, pieces = free if free < cores else 0, (("pieces", PIECES),)
+    baseline = RunConfig(workload=WORKLOAD, device=device, global_batch_size=1, threads=threads, options=pieces)
     slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
     return [
         Member("baseline", "baseline", baseline),
@@ -158,7 +142,7 @@ class Calibration:
     @property
     def null_called(self) -> bool:
         """Whether the baseline was called different from itself, at the 99 % level."""
-        return self.null.sets >= decisions.LEAST_SETS and self.null.p < 0.01
+        return self.null.sets >= LEAST_SETS and self.null.p < 0.01
 
     @property
     def truth(self) -> float:
@@ -176,11 +160,14 @@ class Calibration:
         """Whether the interval holds the planted ratio."""
         return self.planted_estimate.contains(self.truth)
 
+    def sets_in(self, minutes: float) -> int:
+        """How many sets so many minutes have room for."""
+        return int(minutes * 60 / self.seconds_per_set) if self.seconds_per_set else 0
+
     @property
     def resolvable(self) -> dict[int, float | None]:
         """The smallest difference that so many minutes resolve here; None where they have fewer than four sets."""
-        counts = {m: int(m * 60 / self.seconds_per_set) if self.seconds_per_set else 0 for m in MINUTES}
-        return {m: _known(decisions.resolvable(self.noise, n)) for m, n in counts.items()}
+        return {m: _known(decisions.resolvable(self.noise, self.sets_in(m))) for m in MINUTES}
 
     @property
     def passed(self) -> bool:
@@ -195,26 +182,23 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
+        told = ("hardware", "date", "passed", "fit", "sets", "step_seconds", "others_cores", "stolen_share", "planted")
+        null, slow = (
+            {"ratio": _known(e.value), "low": _known(e.low), "high": _known(e.high)}
+            for e in (self.null, self.planted_estimate)
+        )
         return {
-            "hardware": self.hardware,
-            "date": self.date,
-            "passed": self.passed,
-            "fit": self.fit,
+            **{name: getattr(self, name) for name in told},
             "verdict": self.verdict(),
-            "sets": self.sets,
             "disturbed_sets": self.disturbed,
             "threads": self.threads or self.cores,
             "seconds_per_set": round(self.seconds_per_set, 2),
-            "step_seconds": self.step_seconds,
             "noise_between_sets": _known(self.noise),
             "drift_per_minute": [_known(v) for v in self.drift_per_minute],
-            "others_cores": self.others_cores,
-            "stolen_share": self.stolen_share,
-            "null": _plain(self.null),
+            "null": null,
             "null_called_at_99": self.null_called,
-            "planted": self.planted,
             "planted_ratio": self.truth,
-            "planted_measured": _plain(self.planted_estimate),
+            "planted_measured": slow,
             "planted_found": self.planted_found,
             "planted_in_95_interval": self.planted_in_interval,
             "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
@@ -222,17 +206,15 @@ class Calibration:
 
     def verdict(self) -> str:
         """One sentence: may one measure here, and how finely?"""
-        if (sets := self.planted_estimate.sets) < decisions.LEAST_SETS:
-            needed = f"a verdict needs {decisions.LEAST_SETS}; give more minutes"
+        if (sets := self.planted_estimate.sets) < LEAST_SETS:
+            needed = f"a verdict needs {LEAST_SETS}; give more minutes"
             return f"Not judged: {phrases.plural(sets, 'set')} in the time given, and {needed}"
         if self.null_called:
             return "Not fit to measure now: the baseline differs from itself at the 99 % level"
         if not self.planted_found:
             return f"Not fit to measure now: a planted slowdown of {_percent(self.planted)} was not found"
-        finest = f"{max(MINUTES)} minutes resolve {{}}{_percent(self.resolvable[max(MINUTES)])}"
-        if self.fit:
-            return f"Fit to measure: {finest.format('a difference of ')}"
-        return f"Fit for large differences only: {finest.format('')}"
+        how = "Fit to measure: {} a difference of" if self.fit else "Fit for large differences only: {}"
+        return f"{how.format(f'{max(MINUTES)} minutes resolve')} {_percent(self.resolvable[max(MINUTES)])}"
 
 
 def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
@@ -252,7 +234,7 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     whole = [s for s in complete if not crowded(list(s.values()))]
     if not whole:
         return None
-    first = whole[0]["candidate"]
+    first, several = whole[0]["candidate"], len(whole) > 1
     null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
     planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
     starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
@@ -271,9 +253,9 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         disturbed=len(complete) - len(whole),
         threads=first.config.threads,
         cores=first.environment.machine.usable_cores,
-        seconds_per_set=float(np.diff(minutes).mean() * 60) if len(whole) > 1 else stages,
+        seconds_per_set=float(np.diff(minutes).mean() * 60) if several else stages,
         step_seconds=float(np.median(steps)) if steps else math.nan,
-        noise=float(np.nanstd(null_logs, ddof=1)) if len(whole) > 1 else math.nan,
+        noise=float(np.nanstd(null_logs, ddof=1)) if several else math.nan,
         drift_per_minute=_drift(minutes, whole),
         others_cores=float(np.mean(others)) if others else None,
         stolen_share=sum(stolen) / seconds if stolen and seconds else None,
@@ -288,19 +270,15 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
 
 def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]]) -> tuple[float, float, float]:
     """Slope of the baseline's log speed per minute with its 95 % interval (least squares over sets)."""
-    logs = []
-    for s in whole:
-        kept = [w.seconds_per_image for w in s["baseline"].windows]
-        logs.append(-math.log(float(np.median(kept))) if kept else math.nan)
-    values = np.array(logs)
+    kept = [[w.seconds_per_image for w in s["baseline"].windows] for s in whole]
+    values = np.array([-math.log(float(np.median(each))) if each else math.nan for each in kept])
     usable = np.isfinite(values)
-    if usable.sum() < 3 or float(np.ptp(minutes[usable])) == 0:
+    x, y, freedom = minutes[usable], values[usable], int(usable.sum()) - 2
+    if freedom < 1 or float(np.ptp(x)) == 0:
         return (math.nan, math.nan, math.nan)
-    line, covariance = np.polyfit(minutes[usable], values[usable], 1, cov="unscaled")
-    freedom = int(usable.sum()) - 2
-    left = values[usable] - np.polyval(line, minutes[usable])
-    error = math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
-    half = stats.t_quantile(freedom) * error
+    line, covariance = np.polyfit(x, y, 1, cov="unscaled")
+    left = y - np.polyval(line, x)
+    half = stats.t_quantile(freedom) * math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
     return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
 
 
@@ -312,19 +290,13 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plain(estimate: stats.Estimate) -> dict[str, Any]:
-    return {"ratio": _known(estimate.value), "low": _known(estimate.low), "high": _known(estimate.high)}
-
-
 def lines(found: Calibration) -> list[str]:
     """The calibration in words, for a terminal and for the report."""
     slope, low, high = (f"{100 * v:+.2f}" for v in found.drift_per_minute)
-    drift = (
-        "unknown" if math.isnan(found.drift_per_minute[0]) else f"{slope} % a minute (95 % interval {low} to {high})"
-    )
+    drift = "unknown" if slope == "+nan" else f"{slope} % a minute (95 % interval {low} to {high})"
     others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
     stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
-    judged = "not judged" if found.sets < decisions.LEAST_SETS else "found" if found.planted_found else "missed"
+    judged = "not judged" if found.sets < LEAST_SETS else "found" if found.planted_found else "missed"
     if found.sets > 1:
         judged += f", and the truth lies {'inside' if found.planted_in_interval else 'outside'} the interval"
     some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
@@ -355,12 +327,9 @@ def _estimate(estimate: stats.Estimate) -> str:
     return f"{estimate.value:.3f} ({phrases.evidence_of(estimate)})" if math.isfinite(estimate.value) else "no value"
 
 
-NAME = "calibration.png"
-
-
 def save_figure(found: Calibration, output: Path) -> Path:
     """Draw into ``image_output/``; returns the path."""
-    path = output / "image_output" / NAME
+    path = output / "image_output" / "calibration.png"
     style.save(figure(found), path)
     return path
 
@@ -374,12 +343,18 @@ def section(found: Calibration) -> Section:
 
 def figure(found: Calibration) -> Figure:
     """Ratios of single sets over time above, the smallest resolvable difference against minutes below."""
+    ends = [0.0, max(1e-3, *found.minutes)]
     more = f"{100 * found.planted:.0f} % more work"
+    drawn = []
+    for name, truth, estimate, ratios, colour in (
+        ("itself", 1.0, found.null, found.null_ratios, style.SERIES[0]),
+        (more, found.truth, found.planted_estimate, found.planted_ratios, style.SERIES[1]),
+    ):
+        low, high = ([estimate.low] * 2, [estimate.high] * 2) if math.isfinite(estimate.low) else ((), ())
+        true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
+        drawn += [true, Line(name=name, x=found.minutes, y=ratios, colour=colour, look="o")]
     above = Plot(
-        lines=[
-            *_sets(found, "itself", 1.0, found.null, found.null_ratios),
-            *_sets(found, more, found.truth, found.planted_estimate, found.planted_ratios),
-        ],
+        lines=drawn,
         heading="The ratio of each set",
         x_label="minutes since the first set",
         y_label="speed relative to the baseline",
@@ -395,28 +370,16 @@ def figure(found: Calibration) -> Figure:
     )
 
 
-def _sets(
-    found: Calibration, name: str, truth: float, estimate: stats.Estimate, ratios: tuple[float, ...]
-) -> list[Line]:
-    colour, ends = style.SERIES[name != "itself"], [0.0, max(1e-3, *found.minutes)]
-    low, high = ([estimate.low] * 2, [estimate.high] * 2) if math.isfinite(estimate.low) else ((), ())
-    return [
-        Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0),
-        Line(name=name, x=found.minutes, y=ratios, colour=colour, look="o"),
-    ]
-
-
 def _resolvable(found: Calibration) -> Plot:
     """The smallest difference that so many minutes resolve, and what a machine must resolve that is fit to measure."""
     minutes = np.geomspace(0.5, 60, 200)
-    counts = [int(m * 60 / found.seconds_per_set) if found.seconds_per_set else 0 for m in minutes]
-    effects = np.array([decisions.resolvable(found.noise, n) for n in counts])
-    known = [(m, v) for m, v in found.resolvable.items() if v is not None]
-    shown = np.isfinite(effects) & (effects <= 1.15 * max([2 * FINE, *(v for _, v in known)]))
+    effects = np.array([decisions.resolvable(found.noise, found.sets_in(m)) for m in minutes])
+    known = [(m, 100 * v) for m, v in found.resolvable.items() if v is not None]
+    shown = np.isfinite(effects) & (100 * effects <= 1.15 * max([200 * FINE, *(v for _, v in known)]))
     return Plot(
         lines=[
             Line(name="", x=minutes[shown], y=100 * effects[shown], colour=style.INK, look="-"),
-            Line(name="", x=[m for m, _ in known], y=[100 * v for _, v in known], colour=style.INK, look="o"),
+            Line(name="", x=[m for m, _ in known], y=[v for _, v in known], colour=style.INK, look="o"),
         ],
         heading="Smallest difference that is resolved",
         x_label="minutes of measuring",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import budget, decisions, machine_state, operators, phrases, quality
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
@@ -50,12 +49,11 @@ def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = 
     count = _REPEATS[setup.preset] if repeats is None else repeats
     base = setup.config(global_batch_size=batch)
     narrow = "fp16" if cuda else "bf16"
-    reduced = replace(base, precision=narrow)
-    # The images of a bar hold one step of it, and half as many images again.
-    larger = replace(base, global_batch_size=4 * batch)
-    rows = [(narrow, reduced)]
+    # The images of a bar hold one step of the larger batch, and half as many images again.
+    large, larger = f"batch {4 * batch}", replace(base, global_batch_size=4 * batch)
+    rows = [(narrow, replace(base, precision=narrow))]
     rows += [("compiled", replace(base, compile="whole"))] if setup.preset != "smoke" else []
-    rows += [(f"batch {larger.global_batch_size}", larger)]
+    rows += [(large, larger)]
     two = setup.ranks_label(2)
     several = setup.most_ranks > 1 and batch % 2 == 0 and 2 % setup.nodes(2) == 0
     rows += [(two, setup.config(global_batch_size=batch, world_size=2))] if several else []
@@ -63,23 +61,16 @@ def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = 
     family = Family(name=name, baseline=base, baseline_label="fp32", candidates=tuple(rows), together=True)
     why = "the batch is odd" if setup.most_ranks > 1 else "each rank needs a device of its own"
     # A thread and a core are one on a CPU alone, and where there is one core no other can be idle.
-    idle = _CPU_WAYS if not cuda and setup.usable_cores > 1 else ()
-    wrong = [
-        Trial(family=name, label=label, baseline=base, config=_wrong(config, ways, BAR_STEPS * batch, setup.seed + i))
-        for i in range(count)
-        for label, config, ways in (
-            ("fp32", base, (*_WAYS, *idle, *(_CUDA_WAYS if cuda else ()))),
-            (narrow, reduced, ("bars", "profiled")),
-            (f"batch {larger.global_batch_size}", larger, ("bars",)),
-        )
-    ]
+    ways = (*_WAYS, *(_CUDA_WAYS if cuda else _CPU_WAYS if setup.usable_cores > 1 else ()))
+    wrong = []
+    for seed in range(setup.seed, setup.seed + count):
+        each = (("fp32", base, ways), (narrow, rows[0][1], ("bars", "profiled")), (large, larger, ("bars",)))
+        for label, config, mine in each:
+            options = (("ways", " ".join(mine)), ("bar_images", BAR_STEPS * batch))
+            run = replace(config, purpose="check", workload=WORKLOAD, seed=seed, options=options)
+            wrong.append(Trial(family=name, label=label, baseline=base, config=run))
     left_out = () if several else ((name, two, why),)
     return Experiment(name="claims", families=(family,), left_out=left_out, checks=tuple(wrong))
-
-
-def _wrong(config: RunConfig, ways: tuple[str, ...], images: int, seed: int) -> RunConfig:
-    options = (("ways", " ".join(ways)), ("bar_images", images))
-    return replace(config, purpose="check", workload=WORKLOAD, seed=seed, options=options)
 
 
 def answer(study: Study) -> Answer:
@@ -92,15 +83,12 @@ def answer(study: Study) -> Answer:
         found = plain(study, headline, ANSWERED, decided, *machine_state.warnings(study))
         found = replace(found, verdict="judged", quality="quality in the table, where a claim is about it")
         shown = replace(shown, finding=found)
-    return replace(
-        shown,
-        figure=lambda: faults.figure(study) or shown.figure(),
-        table=lambda: table(study),
-        views=(
-            View(caption=wrong, table=lambda: faults.table(study)),
-            View(caption=sets, table=lambda: speed_table(study, comparisons(study))),
-        ),
+    views = (
+        View(caption=wrong, table=lambda: faults.table(study)),
+        View(caption=sets, table=lambda: speed_table(study, comparisons(study))),
     )
+    figure = shown.figure
+    return replace(shown, figure=lambda: faults.figure(study) or figure(), table=lambda: table(study), views=views)
 
 
 def _verdicts(study: Study) -> tuple[str, str]:

@@ -11,11 +11,12 @@ import dataclasses
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
@@ -86,7 +87,10 @@ class Comparison:
         return f"{answer_text(self.study, self.finding)}\nfigure: {self.figure}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return mime_bundle(self.answer)
+        text, alt = answer_text(self.study, self.finding), escape(self.finding.headline)
+        image = base64.b64encode(png(self.answer.figure())).decode("ascii")
+        shown = f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
+        return {"text/plain": text, "text/html": f'<p style="white-space: pre-line">{escape(text)}</p>{shown}'}
 
 
 def compare(
@@ -124,17 +128,8 @@ def compare(
     Raises:
         ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
     """
-    measured = measure(
-        baseline,
-        candidate,
-        resolution=resolution,
-        minutes=minutes,
-        sets=sets,
-        device=device,
-        output_dir=output_dir,
-        quiet=quiet,
-    )
-    return answer(measured)
+    where: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
+    return answer(measure(baseline, candidate, resolution=resolution, minutes=minutes, sets=sets, **where))
 
 
 def measure(
@@ -187,18 +182,15 @@ def plan_pair(
     one, two = (on_cores(config, free) for config in pair)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    base, label = names
     family = Family(
-        name=f"{names[1]} against {names[0]}",
-        baseline=one,
-        baseline_label=names[0],
-        candidates=((names[1], two),),
-        primary=names[1],
+        name=f"{label} against {base}", baseline=one, baseline_label=base, candidates=((label, two),), primary=label
     )
+    asked = Experiment(name="compare", families=(family,))
+    images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
     limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
     limits |= {"resolution": resolution, "minutes": minutes}
-    planned = plan_experiment(
-        Experiment(name="compare", families=(family,)), data_name=_data_name(one), plan=Plan(), **limits
-    )
+    planned = plan_experiment(asked, data_name=images, plan=Plan(), **limits)
     again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
     return dataclasses.replace(planned, on_cores=again)
 
@@ -248,14 +240,8 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     if config.data_sha256 or (config.workload != DDPM and not config.data):
         return config
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
-    folder = resolve(
-        config.data or "synthetic",
-        output / PREPARED,
-        image_size=config.image_size,
-        held_out=None,
-        skip_bad=False,
-        progress=say,
-    )
+    how: dict[str, Any] = {"held_out": None, "skip_bad": False, "progress": say}
+    folder = resolve(config.data or "synthetic", output / PREPARED, image_size=config.image_size, **how)
     return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
 
 
@@ -272,13 +258,6 @@ def _labels(one: str, two: str) -> tuple[str, str]:
     module, _, function = one.rpartition(":")
     other, _, candidate = two.rpartition(":")
     return (function, candidate) if module and module == other else (one, two)
-
-
-def _data_name(config: RunConfig) -> str:
-    if not config.data_sha256:
-        return ""
-    manifest = read_manifest(Path(config.data))
-    return f"{manifest.train_count:,} images"
 
 
 # --- what it shows ----------------------------------------------------------------------------------------------------
@@ -318,18 +297,6 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     }
 
 
-def mime_bundle(answer: Answer) -> dict[str, str]:
-    """For a notebook: the sentence, and the figure with its text alternative."""
-    image = base64.b64encode(png(answer.figure())).decode("ascii")
-    alt = escape(answer.finding.headline)
-    text = answer_text(answer.study, answer.finding)
-    html = (
-        f'<p style="white-space: pre-line">{escape(text)}</p>'
-        f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
-    )
-    return {"text/plain": text, "text/html": html}
-
-
 def _witnesses(study: Study) -> list[str]:
     """Return what ran, as reported by the ranks in the last set."""
     found = []
@@ -337,9 +304,8 @@ def _witnesses(study: Study) -> list[str]:
         record = next(r for r in reversed(study.records) if r.label == label)
         ranks = record.witness.get("ranks") or []
         if record.status != "ok" or not ranks:
-            found.append(
-                f"{label}: {phrases.status(record.status)}: {record.reason or ''}{_place(record)}".rstrip(": ")
-            )
+            failed = f"{label}: {phrases.status(record.status)}: {record.reason or ''}{_place(record)}"
+            found.append(failed.rstrip(": "))
             continue
         seen = ranks[0]
         said = [f"{phrases.plural(len(ranks), 'rank')} on {seen['device']}", phrases.plural(seen["threads"], "thread")]
@@ -351,19 +317,16 @@ def _witnesses(study: Study) -> list[str]:
 def _place(record: RunRecord) -> str:
     """Return the last line of a traceback in the side's own code."""
     lines = re.findall(r'File "([^"]+)", line (\d+), in', str(record.witness.get("traceback", "")))
-    own = [
-        (file, number) for file, number in lines if "site-packages" not in file and "ddpm_lab" not in Path(file).parts
-    ]
-    place = f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else ""
-    return f" ({place})" if place and place not in (record.reason or "") else ""  # a rank's error names it already
+    own = [f"{Path(f).name}, line {n}" for f, n in lines if not {"site-packages", "ddpm_lab"} & set(Path(f).parts)]
+    named = not own or own[-1] in (record.reason or "")  # a rank's error names it already
+    return "" if named else f" ({own[-1]})"
 
 
 def _known(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
+class Losses(NamedTuple):
     """Whether two sides compute the same: identical, differs, not comparable or not measured; and why."""
 
     verdict: str
@@ -381,10 +344,10 @@ def first_losses(study: Study) -> Losses:
     Where the baseline differs from its own twin (steps without a fixed seed, sums in another order at each run), the
     sides are not comparable. A difference is relative to the larger of two losses, the largest over steps, ranks, sets.
     """
-    sets: dict[str, dict[str, RunRecord]] = {}
+    sets: dict[str, dict[str, RunRecord]] = defaultdict(dict)
     for record in study.records:
         if record.role in ("baseline", "candidate", "twin") and record.status == "ok":
-            sets.setdefault(record.set_id, {})[record.role] = record
+            sets[record.set_id][record.role] = record
     whole = [held for held in sets.values() if len(held) == 3]
     if not whole:
         return Losses(NOT_MEASURED, "no set has both sides")

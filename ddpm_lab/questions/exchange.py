@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
@@ -61,22 +61,21 @@ def exchange(
         families.append(_family(setup.family_name(batch, ranks), base, settings, primary="bf16 hook"))
         if setup.preset != "smoke":
             # The same micro-batches, two to a step: half as many exchanges for equal images.
-            twice = dataclasses.replace(base, global_batch_size=2 * batch, accumulation=2)
+            twice = replace(base, global_batch_size=2 * batch, accumulation=2)
             name = f"{setup.family_name(2 * batch, ranks)}, one exchange in 2 micro-batches"
             families.append(_family(name, twice, [NO_EXCHANGE]))
     if not families:
         batch = setup.batch_size(global_batch_size)
         base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1)
-        families.append(_family(name, base, (), baseline_label=setup.ranks_label(1), mechanism=True))
+        families.append(_family(name, base, (), setup.ranks_label(1), mechanism=True))
         left_out.append((name, setup.ranks_label(2), setup.why_alone))
     return Experiment(name="exchange", families=tuple(families), left_out=tuple(left_out))
 
 
-def _family(name: str, base: RunConfig, settings: Sequence[str], **values: Any) -> Family:
+def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BASELINE, **values: Any) -> Family:
     """Ranks as by default, and each of the ``settings`` alone."""
-    changed = [(s, dataclasses.replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings]
-    values = {"baseline_label": BASELINE, **values}
-    return Family(name=name, baseline=base, candidates=tuple(changed), **values)
+    changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings)
+    return Family(name=name, baseline=base, baseline_label=label, candidates=changed, **values)
 
 
 def answer(study: Study) -> Answer:
@@ -88,9 +87,8 @@ def answer(study: Study) -> Answer:
 
 def _exposed_communication(row: Comparison) -> str:
     """Say how much shorter a step is whose ranks exchange nothing."""
-    if row.resolved:
-        shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
-        text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
-    else:
+    shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
+    text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
+    if not row.resolved:
         text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
     return f"Without exchange a step of {row.family} is {text}."

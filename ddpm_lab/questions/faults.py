@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 ROWS = tomllib.loads((Path(__file__).parent / "claims.toml").read_text())
 DRAWN = 1800  # steps that a run of six is drawn as, 300 times over
-NEEDS_GPU = "needs a GPU: on a CPU the call that computes is the call that waits"
 _UNKNOWN = Estimate(value=math.nan, p=math.nan, sets=0)
 
 
@@ -61,12 +60,6 @@ class Fault:
         """The wrong and the right number in words."""
         say = phrases.seconds if self.seconds else phrases.significant
         return [text.format(say(value)) for text, value in zip(self.reads, (read.wrong, read.right), strict=True)]
-
-    def here(self, read: Reading | None) -> str:
-        """What it did to a number on this machine, or why that is not known."""
-        if read is None:
-            return NEEDS_GPU if self.gpu else "not measured here"
-        return "; ".join(text for text in (*self.said(read), read.also) if text)
 
 
 FAULTS = {key: Fault(**row) for key, row in ROWS["fault"].items()}
@@ -249,39 +242,30 @@ def readings(study: Study) -> dict[str, Reading]:
 
 def table(study: Study) -> Table:
     """One row a fault: what is done wrong, what that did to a number here, and how it is done right."""
-    found = readings(study)
-    return [
-        {
-            "Fault": fault.name,
-            "Seen in": fault.seen_in,
-            "Done wrong": fault.wrong,
-            "Here": fault.here(found.get(key)),
-            "Done right": fault.right,
-        }
-        for key, fault in FAULTS.items()
-    ]
+    found, rows = readings(study), []
+    for key, fault in FAULTS.items():
+        on_cpu = "needs a GPU: on a CPU the call that computes is the call that waits"
+        here = on_cpu if fault.gpu else "not measured here"
+        if read := found.get(key):
+            here = "; ".join(filter(None, (*fault.said(read), read.also)))
+        cells = {"Fault": fault.name, "Seen in": fault.seen_in, "Done wrong": fault.wrong, "Here": here}
+        rows.append({**cells, "Done right": fault.right})
+    return rows
 
 
 def figure(study: Study) -> Figure | None:
     """Each fault's number over the true one, the largest first; None where no wrong way was run."""
-    rows = sorted(((FAULTS[key], read) for key, read in readings(study).items()), key=lambda row: -row[1].ratio.value)
-    if not rows:
+    found = sorted(readings(study).items(), key=lambda item: -item[1].ratio.value)
+    if not found:
         return None
-    finite = [read.ratio.value for _, read in rows if math.isfinite(read.ratio.value)]
-    most = max(finite, default=1.0)
-    drawn = [
-        Row(
-            name=fault.name,
-            value=min(read.ratio.value, 1.4 * most),  # of a true value of zero: beyond all others
-            low=read.ratio.low,
-            high=read.ratio.high,
-            colour=BAD,
-            text=read.factor(),
-        )
-        for fault, read in rows
-    ]
+    most = max((read.ratio.value for _, read in found if math.isfinite(read.ratio.value)), default=1.0)
+    rows = []
+    for key, read in found:
+        value = min(read.ratio.value, 1.4 * most)  # of a true value of zero: beyond all others
+        low, high = read.ratio.ends
+        rows.append(Row(name=FAULTS[key].name, value=value, low=low, high=high, colour=BAD, text=read.factor()))
     return forest(
-        [Panel(rows=drawn, reference=1)],
+        [Panel(rows=rows, reference=1)],
         title=f"Wrong ways of measuring report up to {phrases.significant(most)} times the true value",
         context=phrases.context(study),
         note="The number that a wrong way of measuring gives, divided by that of the lab's sets on this machine: "

@@ -19,7 +19,8 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.explain.answer import Answer
-from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.table import markdown
 from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
@@ -52,14 +53,10 @@ def measure(
 ) -> Measured | Unchanged:
     """Measure a training step as it is in the working tree against a revision of the repository that one works in.
 
-    Args:
-        given: ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
-        against: any revision that git knows here: a branch, a tag, a commit. It is the baseline.
-        always: measure identical code too.
-        device, output_dir, quiet, limits: as in ``compare``; ``limits`` are resolution, minutes and sets.
-
-    Raises:
-        ConfigError: there is no such repository or revision, a side cannot be run, or what would time the two differs.
+    ``given`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
+    ``against`` is any revision that git knows here, and the baseline. ``always`` measures identical code too. The rest
+    is as in ``compare``; ``limits`` are resolution, minutes and sets. Raises ConfigError where there is no such
+    repository or revision, a side cannot be run, or what would time the two differs.
     """
     repository = Repository.around(Path.cwd())
     commit = repository.commit(against)
@@ -81,34 +78,30 @@ def measure(
             theirs = code_of([base], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        changed = _changed(mine, theirs)
+        # Modules of which the two sides have different sources, or which only one of them has.
+        sources = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
+        changed = sorted({name for name, _ in set.symmetric_difference(*sources)})
         if not changed and ours == base and not always:
             return Unchanged(
                 f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
             )
-        _refuse_two_instruments(changed, against)
+        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+            raise ConfigError(
+                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+                "measures alike"
+            )
         base = dataclasses.replace(base, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(base, tree, against)
-        _say_changed(changed, f"{against} ({tree.revision})", quiet=quiet)
-        return plan_pair(
-            (with_images(base, output, quiet), with_images(ours, output, quiet)),
-            (against, WORKING_TREE),
-            code=mine.with_revision(theirs),
-            output=output,
-            quiet=quiet,
-            **limits,
-        ).measure()
-
-
-def _say_changed(modules: list[str], against: str, *, quiet: bool) -> None:
-    """Print the first five of the modules that changed, and how many more there are."""
-    more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
-    if not quiet:
-        print(
-            f"{WORKING_TREE} against {against}: {', '.join(modules[:5]) + more or 'no module'} changed", file=sys.stderr
-        )
+        if not quiet:
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            what = f"{', '.join(changed[:5]) + more or 'no module'} changed"
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what}", file=sys.stderr)
+        pair = (with_images(base, output, quiet), with_images(ours, output, quiet))
+        code, names = mine.with_revision(theirs), (against, WORKING_TREE)
+        return plan_pair(pair, names, code=code, output=output, quiet=quiet, **limits).measure()
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
@@ -120,12 +113,6 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
         return given
     there = folder / path.relative_to(root)
     return str(there) if there.is_file() else given
-
-
-def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
-    """Modules of which the two sides have different sources, or which only one of them has."""
-    ours, others = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
-    return sorted({name for name, _ in ours ^ others})
 
 
 def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) -> None:
@@ -145,17 +132,6 @@ def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) 
                 f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
                 "change to the submodule, and compare revisions of it there"
             )
-
-
-def _refuse_two_instruments(changed: list[str], against: str) -> None:
-    """Raise ConfigError where the code that times the two sides is not the same: their ratio would hold its change."""
-    other = [module for module in changed if module.startswith(INSTRUMENT)]
-    if other:
-        raise ConfigError(
-            f"the measuring code itself is another in {against} ({', '.join(other)}), and two instruments give no "
-            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-            "measures alike"
-        )
 
 
 def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
@@ -214,20 +190,17 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     if row.sets < decisions.LEAST_SETS:
         text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {decisions.LEAST_SETS}"
         return _said(decisions.INCONCLUSIVE, text)
-    return _judged(row, threshold)
-
-
-def _judged(row: Comparison, threshold: float) -> Outcome:
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
-    allowed = f"{_share(threshold)} is allowed" if threshold else "none is allowed"
+    allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
+    most = phrases.share(1 - row.ratio.low)
     if row.verdict == decisions.SLOWER and row.ratio.high < least:
-        how = f"by {_share(1 - row.ratio.value)}, and at least by {_share(1 - row.ratio.high)}, where {allowed}"
+        how = f"by {phrases.share(1 - row.ratio.value)}, and at least by {phrases.share(1 - row.ratio.high)}, {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
     if row.ratio.low >= 1:
         return _said(PASSED, pair.format("is not"))
     if row.ratio.low > least:
-        return _said(PASSED, f"{pair.format('is')} by at most {_share(1 - row.ratio.low)}, where {allowed}")
-    text = f"{pair.format('may be')} by up to {_share(1 - row.ratio.low)}, where {allowed}"
+        return _said(PASSED, f"{pair.format('is')} by at most {most}, {allowed}")
+    text = f"{pair.format('may be')} by up to {most}, {allowed}"
     return _said(decisions.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
 
 
@@ -235,21 +208,15 @@ def _said(status: str, text: str) -> Outcome:
     return Outcome(status=status, sentence=f"{status}: {text}")
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.2g} %"
-
-
 def summary(answer: Answer, judged: Outcome, threshold: float) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
     found, losses = answer.finding, first_losses(answer.study)
+    noise = stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high)
     row = {
         "gate": judged.status,
         "ratio, 95 % interval": found.speed,
-        "baseline repeated": phrases.between(stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high))
-        or phrases.DASH,
-        "slowdown allowed": _share(threshold),
+        "baseline repeated": phrases.between(noise) or phrases.DASH,
+        "slowdown allowed": phrases.share(threshold),
         "losses": losses.verdict,
     }
-    table = [row.keys(), ["---"] * len(row), row.values()]
-    lines = [f"### {judged.sentence}", "", *(f"| {' | '.join(cells)} |" for cells in table), "", found.claim]
-    return "\n".join([*lines, "", f"Losses: {losses.sentence}.", ""])
+    return f"### {judged.sentence}\n\n{markdown([row])}\n{found.claim}\n\nLosses: {losses.sentence}.\n"

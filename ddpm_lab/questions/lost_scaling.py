@@ -189,45 +189,29 @@ def _split(records: Sequence[RunRecord], every: Sequence[RunRecord]) -> Split | 
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
         # What needs the wait rests on a choice, of the slowest among the ranks.
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
-    profiles = [r for r in every if r.run_id == replace(trained.config, purpose="profile").run_id]
-    return Split(
-        family=trained.family.removesuffix(plan.LOST),
-        unit=unit,
-        ranks=n,
-        batch=trained.config.global_batch_size,
-        parts=tuple(parts),
-        others=(*others, _overlapped(profiles, parts[0])),
-        doubt=doubt,
-    )
+    profile = replace(trained.config, purpose="profile").run_id
+    family, batch = trained.family.removesuffix(plan.LOST), trained.config.global_batch_size
+    others.append(_overlapped([r for r in every if r.run_id == profile], parts[0]))
+    common: dict[str, Any] = {"family": family, "unit": unit, "ranks": n, "batch": batch, "doubt": doubt}
+    return Split(parts=tuple(parts), others=tuple(others), **common)
 
 
 def _terms(many: str, n: int, *, cpu: bool) -> list[tuple[str, str, Times]]:
     """Name each part of the loss of the ``n`` ranks called ``many``, how it is measured, and the seconds it counts."""
     small = plan.ONE_SMALL_THREADS if cpu else plan.ONE_SMALL
-    threads = (
-        "fewer threads for a rank",
-        "one rank: its share of the threads against all of them",
-        {plan.ONE_SMALL: -1, plan.ONE_SMALL_THREADS: 1},
-    )
+    how = "one rank: its share of the threads against all of them"
+    threads = ("fewer threads for a rank", how, {plan.ONE_SMALL: -1, plan.ONE_SMALL_THREADS: 1})
+    loading = {many: 1, plan.READY_BATCHES: -1, plan.ONE_RANK: -1 / n, plan.ONE_OFF: 1 / n}
+    batch = "one rank: its share of the batch against the whole batch, for equal images"
+    shared = "shared memory and cores" if cpu else "shared host and buses"
+    beside = "all ranks at once against one alone, nothing exchanged"
     return [
         ("exposed communication", "exchange of gradients switched off", {many: 1, plan.NO_EXCHANGE: -1}),
-        (
-            "waiting for data",
-            "ready batches in place of the loader, less what one rank waits",
-            {many: 1, plan.READY_BATCHES: -1, plan.ONE_RANK: -1 / n, plan.ONE_OFF: 1 / n},
-        ),
+        ("waiting for data", "ready batches in place of the loader, less what one rank waits", loading),
         (STRAGGLER, "its own time against the others', nothing exchanged", {_WAIT: 1}),
-        (
-            "smaller batch of a rank",
-            "one rank: its share of the batch against the whole batch, for equal images",
-            {plan.ONE_SMALL: 1, plan.ONE_OFF: -1 / n},
-        ),
+        ("smaller batch of a rank", batch, {plan.ONE_SMALL: 1, plan.ONE_OFF: -1 / n}),
         *([threads] if cpu else []),
-        (
-            "shared memory and cores" if cpu else "shared host and buses",
-            "all ranks at once against one alone, nothing exchanged",
-            {plan.ALL_OFF: 1, _WAIT: -1, small: -1},
-        ),
+        (shared, beside, {plan.ALL_OFF: 1, _WAIT: -1, small: -1}),
     ]
 
 
@@ -330,6 +314,7 @@ def table(found: Sequence[Split]) -> Table:
         for p in (*split.parts, _RANK_ZERO, *split.others):
             shared = p is not _RANK_ZERO and (p not in split.others or p.name in (TOTAL, INTERACTION))
             share = 100 * p.value / split[LOSS].value if shared and split.claimed and p.known else None
+            gains = "a gain" if p.high < 0 and not split.doubt else "below zero: inconclusive"
             rows.append(
                 {
                     "Family": split.family,
@@ -338,17 +323,10 @@ def table(found: Sequence[Split]) -> Table:
                     "Time in a step": _milliseconds(split, p),
                     "Share of the loss": phrases.DASH if share is None else f"{share:.0f} %",
                     "Sets": str(p.sets) if p.sets else phrases.DASH,
-                    "Note": notes.get(p.name, p.note) or _below_zero(split, p),
+                    "Note": notes.get(p.name, p.note) or (gains if p.value < 0 else ""),
                 }
             )
     return without_constant(one_family(rows), {"Note": [""]})
-
-
-def _below_zero(split: Split, part: Part) -> str:
-    """What a time below zero says: a gain where it is resolved, and else no known difference from none."""
-    if not part.value < 0:
-        return ""
-    return "a gain" if part.high < 0 and not split.doubt else "below zero: inconclusive"
 
 
 def headline(found: Sequence[Split]) -> str:
@@ -357,17 +335,16 @@ def headline(found: Sequence[Split]) -> str:
     return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
 
 
-def figure(study: Study, found: Sequence[Split]) -> Figure | None:
+def figure(study: Study) -> Figure | None:
     """Ideal step, each part of the loss where the one before ends, and the measured step; None without any."""
-    found = [split for split in found if split[INTERACTION].known]
-    if not found:
-        return None
-    panels = []
+    panels, found = [], [split for split in splits(study) if split[INTERACTION].known]
     for split in found:
         shown = (split[IDEAL], *split.parts, split[INTERACTION], split[MEASURED])
         doubt = f" ({split.doubt})" if split.doubt else ""
-        rows = [_bar(split, p) for p in shown]
-        panels.append(Panel(heading=f"{split.family}, batch {split.batch}{doubt}", rows=rows))
+        heading = f"{split.family}, batch {split.batch}{doubt}"
+        panels.append(Panel(heading=heading, rows=[_bar(split, p) for p in shown]))
+    if not panels:
+        return None
     records = tuple(r for r in study.records if r.family.endswith(plan.LOST))
     return bars(
         panels,

@@ -25,14 +25,7 @@ from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.questions.question import Question
-from ddpm_lab.training.setting import (
-    CPU_PRECISIONS,
-    Batches,
-    Precision,
-    Setup,
-    Workers,
-    WorldSizes,
-)
+from ddpm_lab.training.setting import CPU_PRECISIONS, Batches, Precision, Setup, Workers, WorldSizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,17 +133,14 @@ def answer(study: Study) -> Answer:
 
     splits = lost.splits(study)
     where = " ".join(["Where the lost scaling went.", *map(lost.sentence, splits)])
-    curves = "Speed-up and parallel efficiency against the number of ranks."
-    memory = "Memory of each configuration's ranks, and what neighbours took."
+    drawn = (
+        ("speedup", "Speed-up and parallel efficiency against the number of ranks.", by_ranks),
+        ("batch", "Time for 50,000 images against the batch size.", by_batch),
+        ("lost_scaling", "Where the lost scaling went, from the ideal step to the measured.", lost.figure),
+        ("machine", "Memory of each configuration's ranks, and what neighbours took.", over_the_run),
+    )
     views = (
-        View(caption=curves, name="speedup", figure=lambda: by_ranks(study)),
-        View(caption="Time for 50,000 images against the batch size.", name="batch", figure=lambda: by_batch(study)),
-        View(
-            caption="Where the lost scaling went, from the ideal step to the measured.",
-            name="lost_scaling",
-            figure=lambda: lost.figure(study, splits),
-        ),
-        View(caption=memory, name="machine", figure=lambda: over_the_run(study)),
+        *(View(caption=caption, name=name, figure=partial(draw, study)) for name, caption, draw in drawn),
         *trained_views(study),
         View(caption=where, table=lambda: lost.table(splits)),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),

@@ -25,7 +25,6 @@ from ddpm_lab.explain.figure_ratios import band
 from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
@@ -72,36 +71,25 @@ def quality(
     known = settings_of(base, setup)
     for name in candidates or ():
         choice("candidates", name, known)
-    asked = [
-        n for n in known if (n in candidates if candidates is not None else setup.preset != "smoke" or n in _SMOKE)
-    ]
-    rows = tuple((name, known[name]) for name in asked)
+    usual = _SMOKE if setup.preset == "smoke" else tuple(known)
+    rows = tuple((name, known[name]) for name in known if name in (usual if candidates is None else candidates))
     amount = _images(setup, images, [base, *(config for _, config in rows)])
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     fid = _fid(setup, inception, fid_images)
     draws = _DRAWS[setup.preset]
-    trials = [
-        replace(
-            trial(family, label, config, setup.seed + i, images=amount, draws=draws, draw=not i), fid=None if i else fid
-        )
-        for i in range(count)
-        for label, config in (("fp32", base), *rows)
-    ]
-    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=checks_of(family, base, rows))
+    trials = []
+    for i in range(count):
+        for label, config in (("fp32", base), *rows):
+            made = trial(family, label, config, setup.seed + i, images=amount, draws=draws, draw=not i)
+            trials.append(replace(made, fid=None if i else fid))
+    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=_checks_of(family, base, rows))
 
 
-def checks_of(family: Family, base: RunConfig, rows: Sequence[tuple[str, RunConfig]]) -> tuple[Trial, ...]:
+def _checks_of(family: Family, base: RunConfig, rows: Sequence[tuple[str, RunConfig]]) -> tuple[Trial, ...]:
     """Checks of loss and gradient: of the rows that are more than ``base`` with another optimizer or batch."""
-    return tuple(
-        Trial(
-            family=family.name,
-            label=label,
-            baseline=family.baseline,
-            config=replace(config, purpose="check", workload=CHECK),
-        )
-        for label, config in rows
-        if replace(config, optimizer=base.optimizer, global_batch_size=base.global_batch_size) != base
-    )
+    usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
+    others = [(label, replace(c, purpose="check", workload=CHECK)) for label, c in rows if replace(c, **usual) != base]
+    return tuple(Trial(family=family.name, label=label, baseline=family.baseline, config=c) for label, c in others)
 
 
 _SMOKE = ("bf16", "2 micro-batches")
@@ -139,7 +127,7 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     if setup.device == "cuda":
         changes |= {"tf32": {"precision": "tf32"}, "fp16": {"precision": "fp16"}}
     changes |= {
-        "bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"},
+        "bf16 with fused kernels": {"precision": "bf16", "kernels": "fused"},
         "compiled": {"compile": "whole"},
         "bf16 compiled": {"precision": "bf16", "compile": "whole"},
         f"batch {2 * batch}": {"global_batch_size": 2 * batch},
@@ -172,7 +160,12 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
     tried = [f for f in experiment.families if count and _rows(f)]
     found = [t for f in tried for t in _trials(f, setup, count, images)]
-    checks = [c for f in tried if not f.baseline.is_own for c in checks_of(f, _tried(f.baseline), _learners(f))]
+    checks = [
+        check
+        for f in tried
+        if not f.baseline.is_own
+        for check in _checks_of(f, _tried(f.baseline), [(label, _tried(config)) for label, config in _learners(f)])
+    ]
     others = [config for f in experiment.families for _, config in f.candidates]
     if seeds and others and not any(map(_trains, others)):
         raise ConfigError(
@@ -191,9 +184,9 @@ def _rows(family: Family) -> list[tuple[str, RunConfig]]:
 
 
 def _learners(family: Family) -> list[tuple[str, RunConfig]]:
-    """Those that may learn something else than the baseline, as they are tried."""
+    """Those that may learn something else than the baseline."""
     base = _learned(family.baseline)
-    return [(label, _tried(config)) for label, config in _rows(family) if _learned(config) != base]
+    return [row for row in _rows(family) if _learned(row[1]) != base]
 
 
 def _learned(config: RunConfig) -> RunConfig:
@@ -212,20 +205,17 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> lis
     rows = _rows(family)
     base = _tried(family.baseline)
     amount = _images(setup, images, [base, *(config for _, config in rows)])
-    learners = [row for row in rows if _learned(row[1]) != _learned(family.baseline)]
-    equal = [(family.baseline_label, base, family.baseline)] if learners else []
-    equal += [(label, _tried(config), config) for label, config in learners]
+    learners = _learners(family)
+    lead = [(family.baseline_label, family.baseline)] if learners else []
+    equal = [(label, _tried(config), config) for label, config in (*lead, *learners)]
     draws = 1 if base.is_own else _DRAWS[setup.preset]  # how much it looks at is the user's affair
     larger = [row for row in equal if row[1].global_batch_size > base.global_batch_size]
     again = [(f"{label}, scaled learning rate", scaled(config, base), timed) for label, config, timed in larger]
-    found = [
-        trial(
-            family, label, config, setup.seed + i, images=amount, draws=draws, timed=timed, draw=not (i or base.is_own)
-        )
-        for part in (equal, again)
-        for i in range(seeds)
-        for label, config, timed in part
-    ]
+    found = []
+    for part in (equal, again):
+        for i in range(seeds):
+            how: dict[str, Any] = {"images": amount, "draws": draws, "draw": not (i or base.is_own)}
+            found += [trial(family, label, c, setup.seed + i, timed=timed, **how) for label, c, timed in part]
     loaders = tuple(row for row in rows if row not in learners and not base.is_own)
     return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
 
@@ -242,12 +232,8 @@ def _tried(config: RunConfig) -> RunConfig:
     Nor does how two ranks exchange their gradients as they are: a sum of two has no order.
     """
     plainly = config.world_size == 2 and config.exchange.enabled and config.exchange.hook == "none"
-    return replace(
-        config,
-        loader=config.loader if config.is_own else "packed",
-        loader_workers=0,
-        exchange=ExchangeConfig() if plainly else config.exchange,
-    )
+    exchange = ExchangeConfig() if plainly else config.exchange
+    return replace(config, loader=config.loader if config.is_own else "packed", loader_workers=0, exchange=exchange)
 
 
 def trial(
@@ -265,20 +251,15 @@ def trial(
 
     With ``draw`` its averaged weights draw images at the end.
     """
-    return Trial(
-        family=family.name,
-        label=label,
-        baseline=family.baseline,
-        config=replace(
-            config,
-            purpose="quality",
-            workload=TRAINING if draws and not config.is_own else config.workload,
-            seed=seed,
-            options=(*config.own_options, ("images", images), ("draws", draws)),
-        ),
-        timed=timed or config,
-        draw=draw,
+    tried = replace(
+        config,
+        purpose="quality",
+        workload=TRAINING if draws and not config.is_own else config.workload,
+        seed=seed,
+        options=(*config.own_options, ("images", images), ("draws", draws)),
     )
+    timed = timed or config
+    return Trial(family=family.name, label=label, baseline=family.baseline, config=tried, timed=timed, draw=draw)
 
 
 def identity_trials(family: Family) -> tuple[Trial, ...]:
@@ -290,41 +271,48 @@ def identity_trials(family: Family) -> tuple[Trial, ...]:
 
 def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
-    settings = rows(study)
-    found = _finding(study) if any(r.equivalence.seeds for r in settings) else compared(study)
+    family = _family(study)
+    found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown = speeds(study, found)
     caption = "What each setting draws from the same noise."
+    views = (
+        _curves(study, [family] if trained.images_of(family) else []),
+        View(caption=caption, name="samples", figure=lambda: samples_figure(study)),
+        _checks(study),
+    )
+    fid = bool(_fids(family))
     return replace(
         shown,
-        figure=lambda: figure(study, found.headline) or shown.figure(),
-        table=lambda: table(study),
-        views=(
-            _curves(study, [[lead, *settings]] if (lead := base(study)) and trained.images_of(settings) else []),
-            View(caption=caption, name="samples", figure=lambda: samples_figure(study)),
-            _checks(study),
-        ),
+        figure=lambda: _figure(study, family, shown),
+        table=lambda: trained.loss_table(family, fid=fid),
+        views=views,
     )
 
 
-def _finding(study: Study) -> Finding:
-    settings = rows(study)
-    short, lead = headline(settings)
-    known = fids(study)
+def _family(study: Study) -> list[Comparison]:
+    """The baseline that was measured last, and its candidates: another batch or network is another question."""
+    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
+    mine = [r for r in comparisons(study) if r.baseline_id == latest]
+    return [r for r in mine if r.role == "baseline"][:1] + [r for r in mine if r.role == "candidate"]
+
+
+def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
+    short, lead = _headline(family[1:])
+    known, shown = _fids(family), {r.family for r in family}
     fid = f"FID {samples.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
-    notes = (trained.unsound(study), untrained(study), *machine_state.warnings(study), elsewhere(study), fid)
-    found = about(study, lead, short, *notes, evidence=method(study))
-    tried = [r.equivalence.verdict for r in settings if r.equivalence.seeds]
-    answered = tried and verdicts.NOT_ENOUGH not in tried
-    return replace(found, status=ANSWERED if answered else verdicts.NOT_ENOUGH)
+    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
+    elsewhere = f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}."
+    notes = (trained.unsound(study), untrained(study), *machine_state.warnings(study), elsewhere * bool(others), fid)
+    found = about(study, lead, short, *notes, evidence=_method(family))
+    tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
+    status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
+    return replace(found, verdict=lead.equivalence.verdict, status=status)
 
 
 def trained_views(study: Study) -> tuple[View, ...]:
     """Return what the configurations of a question about speed have learned, where they were trained."""
-    losses = View(
-        caption="Final held-out loss less the baseline's, with the margin.",
-        name="quality",
-        figure=lambda: trained.differences(study),
-    )
+    caption = "Final held-out loss less the baseline's, with the margin."
+    losses = View(caption=caption, name="quality", figure=lambda: trained.differences(study))
     return (losses, _curves(study, trained.families(study)), _checks(study))
 
 
@@ -338,45 +326,19 @@ def _checks(study: Study) -> View:
     return View(caption=caption, table=lambda: trained.check_table(study))
 
 
-def rows(study: Study) -> list[Comparison]:
-    """The configurations that were compared with the baseline, each with ``equivalence``."""
-    return [r for r in _family(study) if r.role == "candidate"]
-
-
-def base(study: Study) -> Comparison | None:
-    """The baseline's row; None where nothing is measured."""
-    return next((r for r in _family(study) if r.role == "baseline"), None)
-
-
-def _family(study: Study) -> list[Comparison]:
-    """Rows of the baseline that was measured last: another batch or network is another question."""
-    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    return [r for r in comparisons(study) if r.baseline_id == latest]
-
-
-def elsewhere(study: Study) -> str:
-    """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
-    shown = {r.family for r in _family(study)}
-    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
-    return f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
-
-
-def trials_of(study: Study, row: Comparison) -> list[RunRecord]:
+def _trials_of(family: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
     """The trials of a row that verdicts rest on, in the order of their seeds."""
-    found = rows(study)
     if row.role == "baseline":
-        return trained.baseline_trials(found)
-    return [b for _, b in trained.pairs_of(row, trained.extent_of(found))]
+        return trained.baseline_trials(family)
+    return [b for _, b in trained.pairs_of(row, trained.extent_of(family))]
 
 
-def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
+def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
     """The FIDs that were asked for, by label, the baseline's first."""
-    lead = base(study)
-    asked = [(r.label, samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
-    return [(label, found) for label, found in asked if found]
+    return [(r.label, found) for r in family if (found := samples.fid(_trials_of(family, r)))]
 
 
-def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
+def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     """The answer in one line, and the configuration that it is about."""
     good = [r for r in found if r.equivalence.verdict in verdicts.GOOD]
     quick = [r for r in good if r.verdict == decisions.FASTER]
@@ -399,39 +361,27 @@ def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 
-def method(study: Study) -> str:
+def _method(family: Sequence[Comparison]) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    records = trained.baseline_trials(rows(study))
-    if not records:
+    if not (records := trained.baseline_trials(family)):
         return ""
-    ends = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
-    return (
-        f"Held-out loss of the averaged weights after {trained.images_of(rows(study)):,} images, paired over "
-        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {ends[0]:.3f} to "
-        f"{ends[1]:.4f}."
-    )
+    first, last = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
+    what = f"Held-out loss of the averaged weights after {trained.images_of(family):,} images"
+    seeds = phrases.plural(len(records), "seed")
+    return f"{what}, paired over {seeds}, 90 % intervals; the baseline fell from {first:.3f} to {last:.4f}."
 
 
-def table(study: Study) -> Table:
-    """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
-    lead = base(study)
-    return trained.loss_table([*([lead] if lead else []), *rows(study)], fid=bool(fids(study)))
-
-
-def figure(study: Study, title: str) -> Figure | None:
-    """Two columns for each setting: how much faster it is, and what it costs in loss; None where nothing is known."""
-    shown = [c for c in rows(study) if c.equivalence.seeds and c.sets]
-    if base(study) is None or not shown:
-        return None
-    shown.sort(key=lambda c: -c.ratio.value)
+def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure:
+    """Two columns for each setting: how much faster it is, and what it costs in loss; of nothing known the usual."""
+    shown = sorted((c for c in family if c.equivalence.seeds and c.sets), key=lambda c: -c.ratio.value)
+    if not shown:
+        return usual.figure()
+    speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
     return forest(
-        [
-            Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast"),
-            trained.loss_panel(shown, "Quality"),
-        ],
-        title=title,
+        [speed, trained.loss_panel(shown, "Quality")],
+        title=usual.finding.headline,
         context=phrases.context(study),
-        note=f"{method(study)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
+        note=f"{_method(family)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
         f"repeated. Loss: {phrases.within(trained.MEANING)}",
         beside=True,
     )
@@ -467,9 +417,8 @@ def samples_figure(study: Study) -> Figure | None:
         box = body.bbox
         top = box.y1 / style.DPI
         for (heading, _), row in zip(shown, rows, strict=True):
-            body.text(
-                _EDGE / style.WIDTH, (top - 0.1 - box.y0 / style.DPI) / height, heading, va="top", fontsize=style.SMALL
-            )
+            y = (top - 0.1 - box.y0 / style.DPI) / height
+            body.text(_EDGE / style.WIDTH, y, heading, va="top", fontsize=style.SMALL)
             top -= _HEADING
             sheet.figimage(row, xo=round(_EDGE * style.DPI), yo=round(top * style.DPI) - row.shape[0], origin="upper")
             top -= row.shape[0] / style.DPI
@@ -478,26 +427,19 @@ def samples_figure(study: Study) -> Figure | None:
 
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
-    lead = base(study)
-    like = next((r for r in trials_of(study, lead) if samples.drawn(r)), None) if lead else None
-    if lead is None or like is None:
-        return []
-    found = []
-    for row in (lead, *rows(study)):
-        verdict = "baseline" if row is lead else row.equivalence.verdict
-        for record in trials_of(study, row):
-            if _alike(record, like):
+    family, found = _family(study), []
+    drew = [r for row in family[:1] for r in _trials_of(family, row) if samples.drawn(r)]
+    for row in family if drew else ():
+        verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
+        for record in _trials_of(family, row):
+            # Equal numbers, seed and sampler, and so equal noise.
+            ours, theirs = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, drew[0]))
+            if ours == theirs:
                 fid = samples.fid([record])
                 words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
                 words += [f"FID {samples.fid_words(fid)}"] if fid else []
                 found.append((f"{row.label}: {', '.join(words)}", record))
     return found
-
-
-def _alike(record: RunRecord, other: RunRecord) -> bool:
-    """Whether two trials drew the same images: equal numbers, seed and sampler, and so equal noise."""
-    one, two = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, other))
-    return bool(one) and one == two
 
 
 def _row(record: RunRecord) -> samples.Pixels:

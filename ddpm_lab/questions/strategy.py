@@ -71,14 +71,15 @@ class Strategy:
 
         ``carried`` are options with which it was asked for, which the next command needs too.
         """
-        lines = [*self.speeds, *([f"measured on {self.where}"] if self.where else [])]
-        asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
-        asked += f" {carried}" if carried else ""
+        lines = [self.sentence(), *self.speeds, *([f"measured on {self.where}"] if self.where else [])]
+        asked = (
+            f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch} {carried}".strip()
+        )
         if self.answer == NOT_RESOLVED:
             lines.append(f"to resolve 2 %: {asked} --resolution 2%")
         elif self.measured_batch != self.batch:
             lines.append(f"to measure it: {asked}")
-        return "\n  ".join([self.sentence(), *lines])
+        return "\n  ".join(lines)
 
 
 _PRIOR = (
@@ -150,12 +151,9 @@ def decide(studies: Sequence[Study], *, network: str | None, parameters: int, ba
     several = [r for r in rows if r.role == "candidate"]
     faster = [r for r in several if r.verdict == decisions.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
-    if faster or all(r.answered for r in several):
-        answer = MULTI if faster else SINGLE
-        reason = f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
-    else:
-        answer = NOT_RESOLVED
-        pair = f"{lead.label} against {lead.baseline_label}"
+    answer, reason = MULTI if faster else SINGLE, f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
+    if not faster and not all(r.answered for r in several):
+        answer, pair = NOT_RESOLVED, f"{lead.label} against {lead.baseline_label}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"
     return Strategy(
         answer=answer,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,12 +40,11 @@ def torch_compile(
 
     In ``full`` block by block too, which compiles less and leaves what lies between the blocks eager.
     """
-    precision = precision or setup.usual_precision
-    count = loader_workers
-    if count is None:
-        count = min(4, setup.usable_cores) if setup.preset == "full" else 0
+    full, precision = setup.preset == "full", precision or setup.usual_precision
+    count = (min(4, setup.usable_cores) if full else 0) if loader_workers is None else loader_workers
     loader = setup.files(count) if count else {"loader": "packed"}
-    usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
+    usual = sorted({1, setup.most_ranks}) if full else [1]
+    ways = (("compiled", "whole"), *([("compiled block by block", "regional")] if full and not setup.own else []))
     families = []
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
@@ -56,11 +54,7 @@ def torch_compile(
                 name=f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}",
                 baseline_label="eager",
                 baseline=eager,
-                candidates=tuple(
-                    (label, dataclasses.replace(eager, compile=how))
-                    for label, how in (("compiled", "whole"), ("compiled block by block", "regional"))
-                    if how == "whole" or (setup.preset == "full" and not setup.own)
-                ),
+                candidates=tuple((label, replace(eager, compile=how)) for label, how in ways),
                 primary="compiled",
             )
         )
@@ -71,8 +65,7 @@ def answer(study: Study) -> Answer:
     """Compare eager and compiled speed, and what compiling costs with what it saves."""
 
     def columns(row: Comparison) -> dict[str, str]:
-        cost = break_even(study, row)
-        compiled = bool(row.sets) and row.role == "candidate"
+        cost, compiled = break_even(study, row), bool(row.sets) and row.role == "candidate"
         known = compiled and not math.isnan(cost.cold_seconds)
         return {
             "Compile, cold": phrases.seconds(cost.cold_seconds) if known else phrases.DASH,
@@ -116,11 +109,9 @@ def break_even(study: Study, row: Comparison) -> BreakEven:
     cold = [r.stages["compile"] for r in ok if "compile" in r.stages]
     cost, step = stats.estimate(np.log(cold)), _eager_step(row)
     saved, saved_low, saved_high = (step * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
-    ends = (math.nan, math.nan)
-    if cold and not math.isnan(saved_low):
-        ends = (math.inf, math.inf)
-        if saved > 0:
-            ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
+    ends = (math.inf, math.inf) if cold and not math.isnan(saved_low) else (math.nan, math.nan)
+    if saved > 0 and ends == (math.inf, math.inf):
+        ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
     steps = stats.break_even_steps(cost.value, step, row.ratio.value)
     return BreakEven(cost=cost, measurements=len(cold), steps=steps, steps_low=ends[0], steps_high=ends[1])
 
@@ -136,14 +127,12 @@ def total_seconds(found: BreakEven, row: Comparison, steps: float) -> tuple[floa
     Distances of the parts from their ends add up as squares (MOVER, as for the break-even).
     """
     cost, eager = found.cost, steps * _eager_step(row)
-    parts = (
-        (cost.value, cost.low, cost.high),
-        (eager / row.ratio.value, eager / row.ratio.high, eager / row.ratio.low),
-    )
+    ratio = row.ratio
+    parts = ((cost.value, cost.low, cost.high), (eager / ratio.value, eager / ratio.high, eager / ratio.low))
     below, above = (
         math.hypot(*(0.0 if math.isnan(part[end]) else part[end] - part[0] for part in parts)) for end in (1, 2)
     )
-    total = parts[0][0] + parts[1][0]
+    total = cost.value + eager / ratio.value
     return total, total - below, total + above
 
 
@@ -183,11 +172,9 @@ def sentence(study: Study, row: Comparison) -> str:
         return "The cost of a cold compile was not measured."
     measured = phrases.plural(found.measurements, "measurement")
     text = f"Compiling takes {phrases.seconds(found.cold_seconds)} with an empty cache ({measured})"
-    if row.resolved:
-        alone = found.measurements == 1 and row.verdict == decisions.FASTER and not math.isnan(found.steps)
-        text += f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
-    else:
-        text += "; whether it pays off is not known yet."
+    alone = found.measurements == 1 and row.verdict == decisions.FASTER and not math.isnan(found.steps)
+    pays = f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
+    text += pays if row.resolved else "; whether it pays off is not known yet."
     witnessed = counters(study, row.run_id)
     return f"{text} Witnessed: {witnessed}." if witnessed else text
 
