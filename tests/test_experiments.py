@@ -38,10 +38,7 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
         ("candidate", "bf16", "ok"),
         ("twin", "fp32 again", "ok"),
     ]
-    assert {(r.label, r.status) for r in study.records if not r.set_id} == {
-        ("fp16", "left out"),
-        ("tf32", "left out"),
-    }
+    assert {(r.label, r.status) for r in study.records if not r.set_id} == {("fp16", "left out"), ("tf32", "left out")}
     assert measured[0].environment.date
     again = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
     assert again.measured_sets == 0

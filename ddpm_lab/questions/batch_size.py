@@ -34,11 +34,7 @@ MOST_CPU, MOST_CUDA = 1024, 65_536
 
 
 def batch_size(
-    setup: Setup,
-    *,
-    global_batch_sizes: Batches = None,
-    precision: Precision = "fp32",
-    world_size: WorldSize = 1,
+    setup: Setup, *, global_batch_sizes: Batches = None, precision: Precision = "fp32", world_size: WorldSize = 1
 ) -> Experiment:
     """How large a batch fits, and does a larger one train faster? The smallest size against its multiples."""
     cuda = setup.device == "cuda"

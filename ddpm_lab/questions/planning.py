@@ -153,11 +153,7 @@ class Planned:
         return replace(self, campaign=again, on_cores=self.on_cores if same else None)
 
     def measure(
-        self,
-        *,
-        seconds: float | None = None,
-        stages: Sequence[str] = (PRIMARY, OTHERS),
-        look: bool = True,
+        self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
     ) -> Measured:
         """Measure what the ledger lacks, once no other process measures here; see ``Campaign.run``.
 

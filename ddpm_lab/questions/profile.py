@@ -21,12 +21,7 @@ from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck
 from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.setting import (
-    Batch,
-    Precision,
-    Setup,
-    WorldSize,
-)
+from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -112,10 +112,7 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
 
 
 def find(
-    planned: Planned,
-    among: Sequence[Cell],
-    seconds_left: Callable[[], float] = lambda: math.inf,
-    preset: str = "quick",
+    planned: Planned, among: Sequence[Cell], seconds_left: Callable[[], float] = lambda: math.inf, preset: str = "quick"
 ) -> Belief:
     """Go on with the race between the cells that may win (``among``) from what the ledger holds."""
     campaign, progress, space = planned.campaign, planned.progress, planned.campaign.experiment.space

@@ -382,15 +382,16 @@ def write_settings(study: Study) -> Path | None:
 # --- the changes of all questions -------------------------------------------------------------------------------------
 
 
+def single(c: Comparison) -> bool:
+    """Whether a comparison is of one change of a training step, for equal work, whose speed may be claimed."""
+    training = c.role == "candidate" and not (c.loader_alone or c.mechanism_only) and c.config.exchange.enabled
+    return training and WEAK not in c.family
+
+
 def measured(study: Study) -> list[Comparison]:
     """Return the comparisons of single changes of a training step, those with sets, the primary ones first."""
-    found = [
-        c
-        for c in comparisons(study)
-        if c.role == "candidate" and c.sets and c.experiment not in _BESIDE and not c.loader_alone
-        if c.config.workload in (DDPM, OWN) and c.config.exchange.enabled and WEAK not in c.family
-    ]
-    return sorted(found, key=lambda c: not c.primary)
+    found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
+    return sorted((c for c in found if c.config.workload in (DDPM, OWN)), key=lambda c: not c.primary)
 
 
 def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
