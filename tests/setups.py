@@ -16,6 +16,7 @@ def setup(preset: str = "quick", gpus: int = 0, cores: int = 2, **changes: Any) 
     return Setup(preset=preset, **{**values, **changes})
 
 
-def machine_setup(machine: str, preset: str = "quick", **changes: Any) -> Setup:
+def machine_setup(machine: str = "2 cores", preset: str = "quick", **changes: Any) -> Setup:
     """The same on one of MACHINES."""
-    return setup(preset, *MACHINES[machine], **changes)
+    gpus, cores = MACHINES[machine]
+    return setup(preset, **{"gpus": gpus, "cores": cores, **changes})

@@ -12,6 +12,7 @@ from pathlib import Path
 import own_modules
 import pytest
 import records as make
+import setups
 from conftest import Call
 
 from ddpm_lab.checks import ConfigError
@@ -50,8 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def setup(own: Own, preset: str = "quick") -> Setup:
-    images = Images(folder="", sha256=own.sha256, name="64 samples")
-    return Setup(preset=preset, network="tiny", images=images, device="cpu", gpus=0, usable_cores=2, own=own)
+    return setups.setup(preset, images=Images(folder="", sha256=own.sha256, name="64 samples"), own=own)
 
 
 # What is refused before anything starts
@@ -60,18 +60,16 @@ def setup(own: Own, preset: str = "quick") -> Setup:
 def test_what_means_nothing_beside_it_is_refused_in_a_sentence(call: Call, here: Path) -> None:
     own_modules.write(here)
     (here / "broken.py").write_text("def make(:\n")
-    refused = [
-        ("claims", [], "the experiment claims is about the lab's own trainer"),
-        ("amp", ["--data", "photos"], "data is 'photos', and mine:make brings its own data and model: leave it out"),
-        ("amp", ["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
-        ("amp", ["--workload", "mine:other"], "cannot be measured: rank 0: AttributeError: module 'mine' has no"),
-        ("amp", ["--workload", "broken:make"], "rank 0: SyntaxError: invalid syntax (broken.py, line 1)"),
-    ]
-    for question, options, words in refused:
+    for question, options, words in (
+        ("claims", [], "the experiment claims"),
+        ("amp", ["--data", "photos"], "data is 'photos'"),
+        ("amp", ["--workload", "nowhere:make"], "there is no module 'nowhere'"),
+        ("amp", ["--workload", "mine:other"], "AttributeError: module 'mine' has no"),
+        ("amp", ["--workload", "broken:make"], "SyntaxError: invalid syntax (broken.py, line 1)"),
+    ):
         code, _, said = call("run", question, "--workload", "mine:make", *options, "--output-dir", here / "out")
-        assert code == 2
         *shown, refusal = said.splitlines()
-        assert words in refusal
+        assert (code, words in refusal) == (2, True)
         assert all("looking at" in line for line in shown)
     assert not (here / "out" / "trace_output" / "ledger.jsonl").exists()
 
@@ -86,10 +84,8 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
         assert asked.families or asked.profiles
         for config in asked.configurations:
             assert config.workload in (OWN, OWN_LOADER)
-            assert config.work_name == "mine:make"
-            assert config.data_sha256 == WHOLE.sha256
-            assert config.optimizer.clip_norm is None
-            assert not config.channels_last
+            assert (config.work_name, config.data_sha256) == ("mine:make", WHOLE.sha256)
+            assert (config.optimizer.clip_norm, config.channels_last) == (None, False)
         assert all("mine:make" in f.name for f in asked.families)
 
 
