@@ -75,7 +75,8 @@ class Machine:
 
 def run(machine: Machine, where: Space, measure: Any = None, **changes: Any) -> search.Belief:
     most = search.most_sets(len(machine.cells))
-    settings = {"seconds_of": lambda _: 1.0, "seconds_left": lambda: math.inf, "most_sets": most, **changes}
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda: math.inf, "most_sets": most}
+    settings |= changes
     return race(where, settings.pop("found", []), machine.cells, measure or machine.measure, **settings)
 
 
