@@ -207,10 +207,7 @@ class Advice:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """What is resolved first, by the lower end of its interval; then what is not.
-
-        What was not measured follows by its share of a step, and last what is measured to be slower and inconclusive.
-        """
+        """What is resolved first, by its lower end; what was not measured by its share; last what seems slower."""
         tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
         if math.isnan(self.ratio):
             return tier, -self.share

@@ -70,10 +70,7 @@ def run(
 
 
 def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
-    """Every cohort of this machine and of the code measured last that answers a question, as a study; the latest last.
-
-    What was measured later, with other images or for less time, hides nothing here.
-    """
+    """Every cohort of this machine and of the code measured last that answers a question; the latest last."""
     output, here = output_folder(output_dir), hardware.machine().key
 
     def mine(heads: Sequence[Head]) -> list[Head]:
@@ -199,10 +196,9 @@ def _stored(
 
 
 def measure(name: str, **settings: Any) -> Measured:
-    """Measure what the ledger lacks for a question, and say which records answer it.
+    """Measure what the ledger lacks for a question, and say which records answer it; see ``planning.plan_question``.
 
-    ``settings`` are those of ``planning.plan_question``, and the errors too. Comparisons that have an answer get no
-    more sets; those that were shown to be inconclusive do.
+    Comparisons that have an answer get no more sets; those that were shown to be inconclusive do.
     """
     return undecided(plan_question(name, **settings)).measure()
 
@@ -218,10 +214,7 @@ def undecided(planned: Planned) -> Planned:
 
 
 def combination(planned: Planned) -> Planned | None:
-    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
-
-    ``planned`` is a question of the same training. Nothing can tell on a node without SciPy.
-    """
+    """What may be recommended together, measured as ``planned`` is; None for fewer than two, or without SciPy."""
     if missing_to_explain():
         return None
     campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]

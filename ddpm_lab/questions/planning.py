@@ -156,10 +156,7 @@ class Planned:
     def measure(
         self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
     ) -> Measured:
-        """Measure what the ledger lacks, once no other process measures here; see ``Campaign.run``.
-
-        ``seconds`` takes the place of the time that was planned.
-        """
+        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time."""
         sweep()
         planned = self
         with measuring(self.progress.always) as waited:
@@ -217,16 +214,10 @@ class Planned:
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
-    """Check a question and prepare its images: nothing of it is refused any more.
+    """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
-    Args:
-        name: a question, such as profile, multi_gpu or amp, or a stage of a search.
-        settings: those of ``Settings``, and of the question itself.
-
-    Raises:
-        ConfigError: a setting cannot be run on this machine.
-        DataError: there are no images where ``data`` says.
-        LedgerError: the output folder cannot be written.
+    ``settings`` are those of ``Settings``, and of the question itself. Raises ConfigError for what cannot be run on
+    this machine, DataError where there are no images, LedgerError where the output folder cannot be written.
     """
     asked = Settings.of(**settings)
     asked.check(name)
@@ -277,10 +268,7 @@ def plan_experiment(
     quiet: bool = False,
     code: CodeVersion | None = None,
 ) -> Planned:
-    """Make an experiment of any workloads ready; one code version covers the sources of all of them.
-
-    ``code`` is that version where it is known; None looks at each workload that is not of the lab.
-    """
+    """Make an experiment of any workloads ready; ``code`` covers the sources of all of them, None looks at each."""
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
     instrument = instrument_for(output, progress)
@@ -322,10 +310,7 @@ def _target(
 
 
 def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
-    """What measuring the lab's own workloads with results in ``output`` needs to know.
-
-    Raises LedgerError if that is not writable.
-    """
+    """What measuring the lab's own workloads needs to know; raises LedgerError if ``output`` is not writable."""
     with writing(folder := output / LEDGER.parent, LedgerError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
@@ -434,7 +419,7 @@ def cores_of(
 
 
 def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
-    """Cores to compare two configurations with: those that an earlier answer here had, or those that are free.
+    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
 
     All of them where a side is not for the CPU, or says how many threads it takes.
     """
@@ -455,10 +440,7 @@ def on_cores(config: RunConfig, cores: int) -> RunConfig:
 
 
 def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
-    """The precision in which a CPU's compilation is asked about: bf16 where this machine's ledger calls it faster.
-
-    It is chosen once: that of earlier sets stays. Without scipy nothing says what is faster, and it is fp32.
-    """
+    """The precision in which a CPU compiles: that of earlier sets, else bf16 if its ledger calls it faster, or fp32."""
     here = (hardware.machine().key, instrument.code.key)
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
     earlier = load([h for h in mine if (h.experiment, h.role) == ("torch_compile", "baseline")][-1:])[0]

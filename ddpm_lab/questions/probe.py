@@ -247,10 +247,7 @@ class _Contest:
         return seconds / steps
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float:
-        """How many times as long the other takes, by turns with the best until that is sure.
-
-        Or until its share of the time is up, of which the rest is for those that are ``waiting``, itself included.
-        """
+        """How many times as long the other takes, by turns with the best until that is sure or its time is up."""
         if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))

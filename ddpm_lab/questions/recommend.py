@@ -51,17 +51,10 @@ def recommend(
 ) -> Measured:
     """Search, then measure baseline, winner and the steps between them in sets of their own.
 
-    Args:
-        preset: smoke tries a handful in one set, quick and full search until little more can be gained.
-        minutes: time budget of all of it; None is no limit.
-        sets, resolution, seeds, images: of what is measured again; no ``seeds`` are 8 in ``full``, else no trials.
-        only, any_batch, global_batch_size: what is searched (see ``search``).
-        settings: those of ``planning.plan_question``.
-
-    Raises:
-        ConfigError: a setting cannot be run here, or a budget makes no sense.
-        DataError: there are no images where ``data`` says.
-        LedgerError: the output folder cannot be written.
+    ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
+    the time of all of it. ``only``, ``any_batch`` and ``global_batch_size`` say what is searched (see ``search``);
+    ``sets``, ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``,
+    else no trials. The other settings, and the errors, are those of ``planning.plan_question``.
     """
     if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
         raise ConfigError(

@@ -395,10 +395,7 @@ def measured(study: Study) -> list[Comparison]:
 
 
 def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
-    """Return the changes called faster whose quality has one of these verdicts.
-
-    A gain in a number format that is not faster itself is none.
-    """
+    """Return the changes called faster, in a number format that is not slower itself, with one of these verdicts."""
     slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != decisions.FASTER}
     return [
         c
