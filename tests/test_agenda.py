@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,49 +15,42 @@ from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.questions import agenda, experiments
 from ddpm_lab.record import LedgerError
 
+SHOWN = [make.environment().date]
 
-@dataclass
+
 class Question:
     """A question of the laboratory: measuring it takes a share of the time that it gets, and adds a set a stage."""
 
-    name: str
-    lab: Laboratory
-    takes: float = 1.0
-    complete: bool = False
-    compiles: int = 0
-    restarts_as: Question | None = None
-    refusal: LabError | None = None
-    looks: list[str | None] = field(default_factory=list)
-    told: Callable[[str], None] = lambda _: None
-
-    @property
-    def campaign(self) -> Any:
-        return SimpleNamespace(
+    def __init__(
+        self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False, compiles: int = 0
+    ) -> None:
+        self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
+        self.restarts_as, self.refusal = self, LabError("")
+        self.told: Callable[[str], None] = lambda _: None
+        self.campaign = SimpleNamespace(
             experiment=SimpleNamespace(families=()),
-            missing=lambda: not self.complete,
-            compiling_seconds=lambda: self.compiles * COMPILE_SECONDS,
+            missing=lambda: not complete,
+            compiling_seconds=lambda: compiles * COMPILE_SECONDS,
             look=self.looks.append,
         )
 
     def measure(self, *, seconds: float, stages: Sequence[str], look: bool) -> Any:
         assert not look, "all answers are shown at once, at the end"
-        if self.refusal:
+        if str(self.refusal):
             raise self.refusal
         self.lab.done.append((self.name, "+".join(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
-        return SimpleNamespace(planned=self.restarts_as or self, measured_sets=len(stages))
+        return SimpleNamespace(planned=self.restarts_as, measured_sets=len(stages))
 
 
 class Laboratory:
     """What was measured of which questions, and the clock that it moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        self.done: list[Any] = []
+        self.now, self.done, self.lines = 1000.0, list[Any](), list[tuple[str, str]]()
         self.questions: dict[str, Question] = {}
         self.refused: list[str] = []
-        self.lines: list[tuple[str, str]] = []
         self.combined: Question | None = None
         monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(agenda, "plan_question", self.plan)
@@ -76,10 +68,8 @@ class Laboratory:
         self.questions |= {name: Question(name, self, **values) for name in names}
 
     def measure(self, seconds: float = 600.0) -> int:
-        def say(name: str, line: str) -> None:
-            self.lines.append((name, line))
-
-        return agenda.measure({name: {"preset": "quick"} for name in self.questions}, seconds=seconds, say=say)
+        asked = {name: {"preset": "quick"} for name in self.questions}
+        return agenda.measure(asked, seconds=seconds, say=lambda name, line: self.lines.append((name, line)))
 
     def times(self, stage: str) -> dict[str, float]:
         return {name: seconds for name, mine, seconds in self.done if mine == stage}
@@ -101,7 +91,7 @@ def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Labo
             assert lab.times(stage)[name] == pytest.approx(left * share / waiting)
             left -= left * share / waiting
     assert lab.now == pytest.approx(1600.0)
-    assert [question.looks for question in lab.questions.values()] == [[make.environment().date]] * 3
+    assert [question.looks for question in lab.questions.values()] == [SHOWN] * 3
 
 
 def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Laboratory) -> None:
@@ -110,7 +100,7 @@ def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Lab
     assert lab.measure() == 6
     after = [("recommendation", f"{PRIMARY}+{OTHERS}"), ("multi_gpu", OTHERS), ("amp", OTHERS)]
     assert [row[:2] for row in lab.done[2:]] == after
-    assert lab.combined.looks == [make.environment().date]
+    assert lab.combined.looks == SHOWN
 
 
 def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:
@@ -118,22 +108,20 @@ def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Labo
     lab.add("torch_compile", compiles=1)
     lab.add("c")
     lab.measure(400)
-    assert lab.times(PRIMARY)["a"] == pytest.approx(400 * 0.75 / 3)
-    assert lab.times(PRIMARY)["torch_compile"] == pytest.approx(400 * 0.75 * 2 / 3)
-    assert lab.times(PRIMARY)["c"] == pytest.approx(200 * 0.75)
+    times = {"a": 400 * 0.75 / 3, "torch_compile": 400 * 0.75 * 2 / 3, "c": 200 * 0.75}
+    assert lab.times(PRIMARY) == pytest.approx(times)
 
 
 def test_a_question_gets_no_less_than_is_worth_its_start(lab: Laboratory) -> None:
     lab.add("a", "b", "c", "d")
     lab.measure(20)
-    assert set(lab.times(PRIMARY).values()) == {agenda.LEAST_SECONDS}
-    assert set(lab.times(OTHERS).values()) == {1.0}, "and the others no time below 0"
+    assert (set(lab.times(PRIMARY).values()), set(lab.times(OTHERS).values())) == ({agenda.LEAST_SECONDS}, {1.0})
 
 
 def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:
     lab.add("all_there", complete=True)
-    lab.add("multi_gpu", "workers")
-    lab.add("amp", refusal=LedgerError("the code was changed"))
+    lab.add("multi_gpu", "workers", "amp")
+    lab.questions["amp"].refusal = LedgerError("the code was changed")
     lab.refused = ["multi_gpu"]
     assert lab.measure() == 2
     assert [row[:2] for row in lab.done] == [("workers", PRIMARY), ("workers", OTHERS)]
@@ -143,8 +131,8 @@ def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: 
 
 
 def test_a_question_that_started_again_with_fewer_cores_goes_on_with_these(lab: Laboratory) -> None:
-    again = Question("amp on one core", lab)
-    lab.add("amp", restarts_as=again)
+    lab.add("amp")
+    again = lab.questions["amp"].restarts_as = Question("amp on one core", lab)
     lab.measure()
     assert [row[:2] for row in lab.done] == [("amp", PRIMARY), ("amp on one core", OTHERS)]
-    assert (again.looks, lab.questions["amp"].looks) == ([make.environment().date], [])
+    assert (again.looks, lab.questions["amp"].looks) == (SHOWN, [])

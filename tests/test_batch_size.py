@@ -66,35 +66,31 @@ def study(*records: RunRecord) -> Study:
 BOTH = study(*searched(), *measured())
 
 
-def words(figure: Figure) -> str:
+def shown_in(figure: Figure) -> str:
     return " ".join(" ".join(t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)).split())
 
 
-def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
+def test_the_claim_holds_speed_and_the_largest_batch() -> None:
     found = answer(BOTH).finding
-    assert found.status == "answered"
-    assert found.verdict == "faster"
+    assert (found.status, found.verdict) == ("answered", "faster")
     assert found.ratio == pytest.approx(1.5, rel=0.02), "the primary comparison"
-    assert f"The largest batch that fits is 1,152 images ({OOM})." in found.claim
+    assert "1,152 images" in found.claim
     assert CAVEAT in found.claim
-    assert "quality not measured" in found.claim
-    assert answer(BOTH).table()[0]["Configuration"] == "batch 128 (baseline)"
 
 
 @pytest.mark.parametrize(
-    ("limit", "fits", "expected"),
+    ("limit", "fits", "words"),
     [
-        ("cap", 512, "A batch of 512 images fits, where the search ended (why)."),
-        ("time", 512, "A batch of 512 images fits, where the search ended (why)."),
-        ("failure", 512, "A batch of 512 images fits, where the search ended (why)."),
-        ("memory", 1, "The largest batch that fits is 1 image (why)."),
-        ("memory", 0, "No batch fits (why)."),
+        ("memory", 1, "largest batch that fits is 1 image"),
+        ("cap", 512, "batch of 512 images fits, where the search ended"),
+        ("failure", 512, "batch of 512 images fits, where the search ended"),
+        ("memory", 0, "no batch fits"),
     ],
 )
-def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: str, fits: int, expected: str) -> None:
+def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: str, fits: int, words: str) -> None:
     alone = study(*searched(limit, "why", fits))
-    assert expected in answer(alone).finding.claim
-    assert expected.lower()[:-1] in words(answer(alone).figure()).lower()
+    assert words in answer(alone).finding.claim.lower()
+    assert words in shown_in(answer(alone).figure()).lower()
 
 
 def test_the_last_search_counts_and_other_work_does_not() -> None:
@@ -105,8 +101,6 @@ def test_the_last_search_counts_and_other_work_does_not() -> None:
     assert [r.batch for r in found.rows] == [128, 256, 512, 1024]
     several = sizes(study(*searched(), *other))
     assert [(s.family, s.largest) for s in several] == [(FAMILY, 1152), ("tiny, 1 GPU, bf16", 512)]
-    claim = answer(study(*searched(), *other)).finding.claim
-    assert "with tiny, 1 GPU, bf16 the largest batch that fits is 512 images" in claim
 
 
 def test_the_points_are_where_the_numbers_are() -> None:
@@ -130,18 +124,12 @@ def test_the_points_are_where_the_numbers_are() -> None:
     for ax in (speed, memory):
         assert ax.get_xscale() == "log"
         assert [1152, 1152] in [list(map(float, line.get_xdata())) for line in ax.lines]  # type: ignore[arg-type]
-    assert OOM in words(figure)
+    assert OOM in shown_in(figure)
 
 
 def test_it_is_among_the_further_figures_of_the_recommendation() -> None:
-    everything = dataclasses.replace(BOTH, experiment="recommendation")
-    (shown,) = answer(everything).figures()
-    assert shown[2] == "batch_size"
-    assert "The largest batch that fits is 1,152 images" in words(shown[1])
+    ((_, figure, name),) = answer(dataclasses.replace(BOTH, experiment="recommendation")).figures()
+    assert (name, "1,152 images" in shown_in(figure)) == ("batch_size", True)
     amp = make.study(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}), "recommendation")
     assert answer(amp).figures() == []
-
-
-def test_sets_alone_and_a_search_alone_are_drawn() -> None:
-    assert len(answer(study(*measured())).figure().axes) == 1
-    assert len(answer(study(*searched())).figure().axes) == 1
+    assert [len(answer(study(*rows)).figure().axes) for rows in (measured(), searched())] == [1, 1]

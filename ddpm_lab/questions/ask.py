@@ -20,10 +20,10 @@ from ddpm_lab.declared import arguments
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study, once
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Plan
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment
 from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.questions.question import Question
-from ddpm_lab.questions.search import SEARCH_PLAN, recommendation, search
+from ddpm_lab.questions.search import recommendation, search
 from ddpm_lab.training.own_workload import nothing_asked
 from ddpm_lab.training.setting import Setup
 
@@ -56,13 +56,6 @@ def questions() -> dict[str, Callable[..., Experiment]]:
 
 STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}
 """What ``recommend`` measures in the course of its answer; nobody asks for one alone."""
-
-
-def plan_of(name: str, usual: Plan) -> Plan:
-    """How a set of a question is measured: its own plan, or the preset's."""
-    if name == SEARCH:
-        return SEARCH_PLAN
-    return (name in questions() and every_question()[name].about.plan) or usual
 
 
 def trained() -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +33,7 @@ MOST_CPU, MOST_CUDA = 1024, 65_536
 
 
 def batch_size(
-    setup: Setup,
-    *,
-    global_batch_sizes: Batches = None,
-    precision: Precision = "fp32",
-    world_size: WorldSize = 1,
+    setup: Setup, *, global_batch_sizes: Batches = None, precision: Precision = "fp32", world_size: WorldSize = 1
 ) -> Experiment:
     """How large a batch fits, and does a larger one train faster? The smallest size against its multiples."""
     cuda = setup.device == "cuda"
@@ -53,7 +48,7 @@ def batch_size(
         name=f"{setup.family_name(None, world_size)}, {setup.precision_name(precision)}",
         baseline=base,
         baseline_label=f"batch {smallest}",
-        candidates=tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in larger),
+        candidates=tuple((f"batch {n}", replace(base, global_batch_size=n)) for n in larger),
         search_up_to=max(most, smallest, *larger),
         primary=f"batch {larger[min(1, len(larger) - 1)]}" if larger else "",
     )
@@ -121,10 +116,8 @@ def sentence(study: Study) -> str:
 
 def beside(study: Study) -> Figure | None:
     """The figure of the batch sizes among the records of all experiments, under the largest batch as its title."""
-    own = replace(
-        study, experiment="batch_size", records=tuple(r for r in study.records if r.experiment == "batch_size")
-    )
-    return figure(own)
+    mine = tuple(r for r in study.records if r.experiment == "batch_size")
+    return figure(replace(study, experiment="batch_size", records=mine))
 
 
 def figure(study: Study, title: str = "") -> Figure | None:
@@ -150,17 +143,10 @@ def figure(study: Study, title: str = "") -> Figure | None:
 
 
 def _speed(known: Sizes) -> Plot:
-    rate, rows = known.rows[0].images_per_second, known.rows
-    noise = known.rows[0].noise
-    line = Line(
-        name="",
-        x=[c.batch for c in rows],
-        y=[rate * c.ratio.value for c in rows],
-        low=[rate * c.ratio.low for c in rows],
-        high=[rate * c.ratio.high for c in rows],
-        colour=style.INK,
-        look="o-",
-    )
+    rate, rows, noise = known.rows[0].images_per_second, known.rows, known.rows[0].noise
+    x, y = [c.batch for c in rows], [rate * c.ratio.value for c in rows]
+    low, high = [rate * c.ratio.low for c in rows], [rate * c.ratio.high for c in rows]
+    line = Line(name="", x=x, y=y, low=low, high=high, colour=style.INK, look="o-")
     band = (rate * noise.low, rate * noise.high) if noise.exists else None
     return _plot(known, [line], "training speed", "images per second", band)
 
@@ -168,10 +154,10 @@ def _speed(known: Sizes) -> Plot:
 def _memory(known: Sizes) -> Plot:
     peaks = {r.config.global_batch_size: _peak_bytes(r) / 2**30 for r in known.tries if r.status == "ok"}
     fits = {batch: peak for batch, peak in peaks.items() if not math.isnan(peak)}
-    top = 1.15 * max(fits.values(), default=1.0)
     lost = [r.config.global_batch_size for r in known.tries if r.status != "ok"]
+    top = [1.15 * max(fits.values(), default=1.0)] * len(lost)
     series = [Line(name="", x=list(fits), y=list(fits.values()), colour=style.INK, look="o-")]
-    series += [Line(name="", x=lost, y=[top] * len(lost), colour=style.INK, look="x")] if lost else []
+    series += [Line(name="", x=lost, y=top, colour=style.INK, look="x")] if lost else []
     return _plot(known, series, "memory at the peak, each size alone", "GiB", None)
 
 

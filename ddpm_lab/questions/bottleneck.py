@@ -16,17 +16,7 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import (
-    decisions,
-    limits,
-    machine_state,
-    pages,
-    phrases,
-    quality,
-    sentences,
-    stats,
-    straggler,
-)
+from ddpm_lab.explain import decisions, limits, machine_state, pages, phrases, quality, sentences, stats, straggler
 from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
@@ -36,10 +26,11 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.explain.table import markdown as grid
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import WEAK, Experiment, Family
+from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions import lost_scaling, torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.question import Question
+from ddpm_lab.questions.recommendation import single
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
@@ -99,13 +90,12 @@ def bottleneck(
     one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
     for label in only or ():
         choice("only", label, (*one, *sizes))
-    if only is None and setup.preset == "smoke":
-        only = [*list(one)[:3], f"batch {2 * batch}"]
+    if only is None:
+        only = [*list(one)[:3], f"batch {2 * batch}"] if setup.preset == "smoke" else [*one, *sizes]
     name, families = setup.family_name(batch, world_size), []
     for what, offered in ((", one change at a time", one), (SIZES, sizes)):
-        rows = tuple((label, other) for label, other in offered.items() if only is None or label in only)
-        family = Family(name=f"{name}{what}", baseline=config, baseline_label=BASELINE, candidates=rows)
-        families += [family] if rows else []
+        if rows := tuple(row for row in offered.items() if row[0] in only):
+            families.append(Family(name=name + what, baseline=config, baseline_label=BASELINE, candidates=rows))
     profile = (name, BASELINE, replace(config, purpose="profile"))
     return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
@@ -124,14 +114,13 @@ def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
 def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
     """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
     took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families
-    room = int(COMPILE_SHARE * seconds // took)
     every = [(f.name, label, c) for f in families for label, c in f.candidates if c.compile != "off"]
     cold = [row for row in every if not held.cold_compiles(row[2].run_id) and row[2].run_id not in held.lasting]
+    gone = [(family, label) for family, label, _ in cold[int(COMPILE_SHARE * seconds // took) :]]
     why = f"does not fit into the time: its cold compile takes about {took:.0f} s"
-    left_out = [(family, label, why) for family, label, _ in cold[room:]]
-    gone = {(family, label) for family, label, _ in left_out}
     kept = [replace(f, candidates=tuple(r for r in f.candidates if (f.name, r[0]) not in gone)) for f in families]
-    return replace(experiment, families=tuple(kept), left_out=(*experiment.left_out, *left_out))
+    left_out = (*experiment.left_out, *((*row, why) for row in gone))
+    return replace(experiment, families=tuple(kept), left_out=left_out)
 
 
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
@@ -167,8 +156,8 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
 
 def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
     """``config`` with each other batch of S002's sweep, and with twice its own."""
-    own = config.global_batch_size
-    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sorted({8, 16, 32, 64, 2 * own})})
+    sizes = sorted({8, 16, 32, 64, 2 * config.global_batch_size})
+    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sizes})
 
 
 def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, RunConfig]:
@@ -218,10 +207,7 @@ class Advice:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """What is resolved first, by the lower end of its interval; then what is not.
-
-        What was not measured follows by its share of a step, and last what is measured to be slower and inconclusive.
-        """
+        """What is resolved first, by its lower end; what was not measured by its share; last what seems slower."""
         tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
         if math.isnan(self.ratio):
             return tier, -self.share
@@ -260,15 +246,14 @@ def considered(study: Study) -> tuple[Advice, ...]:
     machine, config = about.profile.machine, about.config
     ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
     offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
-    known: dict[str, Comparison] = {}  # of whichever experiment has most sets; weak scaling compares other work
+    names = {other.run_id: name for name, other in offered.items() if other.exchange.enabled}
+    mine = (config.run_id, about.profile.code_version)
+    known: dict[str, Comparison] = {}  # of whichever question has most sets
     for row in sorted(comparisons(study), key=lambda row: -row.sets):
-        mine = (row.role, row.baseline_id, row.code_version) == ("candidate", config.run_id, about.profile.code_version)
-        if mine and not (row.loader_alone or row.mechanism_only or WEAK in row.family) and row.config.exchange.enabled:
+        if single(row) and (row.baseline_id, row.code_version) == mine:
             known.setdefault(row.run_id, row)
-    names = {other.run_id: name for name, other in offered.items()}
-    found = [_advice(study, about, row.config, names.get(run_id, ""), row) for run_id, row in known.items()]
-    open_ = {name: other for name, other in offered.items() if other.run_id not in known and other.exchange.enabled}
-    found += [_advice(study, about, other, name) for name, other in open_.items()]
+    found = [_advice(study, about, row.config, names.get(row.run_id, ""), row) for row in known.values()]
+    found += [_advice(study, about, offered[name], name) for run_id, name in names.items() if run_id not in known]
     return (*found, *([_slow_rank(study, about)] if config.world_size > 1 else []))
 
 
@@ -276,9 +261,6 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
     """What is known of a change; without a ``name`` it has no command of its own."""
     changed = other.differences(about.config)
     judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
-    said = quality.full(judged)
-    if "global_batch_size" in changed:
-        said = f"{said}. {CAVEAT}".removesuffix(".")
     status, ratio = NOT_MEASURED, stats.estimate([])
     if row is None:
         mine = ("note", name, about.config.run_id)
@@ -288,7 +270,7 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         status, evidence = FAILED, phrases.failure(row)
     else:
         ratio = row.ratio
-        useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
+        useless = row.sets >= decisions.LEAST_SETS and ratio.high < 1 + row.resolution
         status = row.verdict if row.resolved else NO_GAIN if useless else NOT_RESOLVED
         evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
         evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
@@ -303,12 +285,12 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         recommended=after,
         rationale=why,
         evidence=evidence,
-        command=command(study, about.config, *([name] if name else [])),
+        command=command(study, about.config, *filter(None, [name])),
         ratio=ratio.value,
         low=float(ratio.low),
         high=float(ratio.high),
         share=share,
-        quality=said,
+        quality=quality.full(judged) + f". {CAVEAT}".removesuffix(".") * ("global_batch_size" in changed),
     )
 
 
@@ -317,12 +299,9 @@ def _rationale(about: Subject, changed: Collection[str]) -> tuple[float, str]:
     line = about.taken.running
     phases = [p for p in line.phases if any(p in _ACTS_ON.get(name, ()) for name in changed)]
     share = sum(map(line.share, phases))
-    for name, why in _WHY.items():
-        if name in changed:
-            return share, why
-    if not phases:
-        return share, "No phase of the time budget shows it"
-    return share, f"It acts on {phrases.joined([bd.LONG.get(p, p) for p in phases])}: {bd.percent(share)} of a step"
+    acts = f"It acts on {phrases.joined([bd.LONG.get(p, p) for p in phases])}: {bd.percent(share)} of a step"
+    usual = acts if phases else "No phase of the time budget shows it"
+    return share, next((why for name, why in _WHY.items() if name in changed), usual)
 
 
 def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
@@ -342,10 +321,10 @@ def command(study: Study, config: RunConfig, *only: str) -> str:
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
     words = ["ddpm-lab", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size)]
-    changed = {n: new for n, (new, _) in config.differences(plain).items() if n not in ("data_sha256", "nodes")}
-    for name in [name for name in changed if name in _OPTIONS]:
-        words += [f"--{name.replace('_', '-')}", str(changed.pop(name))]
-    words += ["--config", "FILE"] if changed else []
+    changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
+    for name in _OPTIONS:
+        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if name in changed else []
+    words += ["--config", "FILE"] if changed - {*_OPTIONS} else []
     words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
     return shlex.join(words)
 
@@ -407,16 +386,12 @@ def summary(study: Study) -> list[str]:
     about = subject(study)
     if about is None:
         return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
-    found = advice(study)
+    first = next(iter(advice(study)), None)
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
-    if found:
-        first = found[0]
+    if first:
         kind = "First recommendation" if first.sure else "First to be measured"
         judged = f"; quality: {first.quality}" * (first.status == FASTER)
         told[-1] = f"{kind}: {first.title} (`{first.recommended}`), {first.expected}{judged}."
-    if about.speed is not None and (floor := about.speed.noise).exists:
-        span = phrases.times(floor)
-        told.append(f"Present settings repeated: {span}; differences inside this range are noise.")
     rows = [t for t in targets(study, about) if t.status != NO_TARGET]
     text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
     for status in (MISSED, UNKNOWN):
@@ -438,17 +413,15 @@ def verdict(about: Subject) -> str:
         told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
     what = f"{names[most]}, {bd.percent(line.share(most))} of it" if most in names else most
-    slow = f" {about.taken.straggler}." if about.taken.straggler else ""
-    return f"The step is limited by {what}: {told}.{slow}"
+    return f"The step is limited by {what}: {told}." + f" {about.taken.straggler}." * bool(about.taken.straggler)
 
 
 def speed(about: Subject) -> str:
     """How long a step takes, and on what that rests."""
-    batch, source = about.config.global_batch_size, "by the time budget; no set measured its speed"
-    rate = phrases.significant(batch / about.step_seconds)
-    source = phrases.plural(about.speed.sets, "set") if about.speed else source
-    images = phrases.plural(batch, "image")
-    return f"A step of {images} takes {phrases.seconds(about.step_seconds)} ({rate} images/s, {source})"
+    batch = about.config.global_batch_size
+    source = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"
+    step, rate = phrases.seconds(about.step_seconds), phrases.significant(batch / about.step_seconds)
+    return f"A step of {phrases.plural(batch, 'image')} takes {step} ({rate} images/s, {source})"
 
 
 class Target(NamedTuple):
@@ -468,7 +441,6 @@ def targets(study: Study, about: Subject) -> list[Target]:
     known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
     settled = bool(known) and NOT_RESOLVED not in known
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
-    wanted = phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster"
     held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
     return [
         _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
@@ -477,7 +449,7 @@ def targets(study: Study, about: Subject) -> list[Target]:
         _utilisation(about),
         Target(
             name=f"time of {PROJECTED_IMAGES:,} images",
-            target=wanted,
+            target=phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster",
             now=phrases.seconds(epoch),
             status=MISSED if first else MET if settled else UNKNOWN,
         ),
@@ -495,9 +467,8 @@ def _memory(about: Subject) -> tuple[float, str]:
     ranks, record = about.profile.ranks, about.profile
     if about.config.device == "cuda":
         totals = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
-        held = [rank.peak_reserved_bytes for rank in ranks]
-        known = [h / t for h, t in zip(held, totals, strict=False) if h and t]
-        return max(known, default=math.nan), "the card"
+        pairs = zip([rank.peak_reserved_bytes for rank in ranks], totals, strict=False)
+        return max((held / total for held, total in pairs if held and total), default=math.nan), "the card"
     peaks, total = [rank.peak_rss_bytes for rank in ranks], record.environment.ram_bytes
     return (sum(p or 0 for p in peaks) / total if total and peaks and all(peaks) else math.nan), "the machine's"
 
@@ -508,16 +479,17 @@ def _utilisation(about: Subject) -> Target:
     Where these took more than a tenth of the cores nobody knows whether the target would have been met without them.
     """
     values, wanted = (about.profile.profile or {})["budget"], f"above {bd.percent(TARGETS.utilisation)}"
-    name = "GPU" if about.config.device == "cuda" else "CPU"
-    taken = values.get("state", {}).get(f"{name.lower()}_utilisation_percent")
-    used = math.nan if taken is None else taken / 100
-    others, cores = values.get("others_cores"), about.profile.environment.machine.usable_cores
-    if name == "CPU" and others is None and not math.isnan(used):
-        now = f"{bd.percent(used)} with other processes, whose share is unknown"
-        return Target(f"{name} utilisation", wanted, now, UNKNOWN)
-    others = others if name == "CPU" and others else 0.0
-    found = _target(f"{name} utilisation", wanted, max(used - others / cores, 0.0), TARGETS.utilisation, 1.01)
-    if others <= bd.DISTURBED * cores or math.isnan(used):
+    cpu, cores = about.config.device == "cpu", about.profile.environment.machine.usable_cores
+    name = f"{'CPU' if cpu else 'GPU'} utilisation"
+    taken = values.get("state", {}).get(f"{'cpu' if cpu else 'gpu'}_utilisation_percent")
+    others = values.get("others_cores") if cpu else 0.0
+    if taken is None:
+        return Target(name, wanted, UNKNOWN, UNKNOWN)
+    if others is None:
+        now = f"{bd.percent(taken / 100)} with other processes, whose share is unknown"
+        return Target(name, wanted, now, UNKNOWN)
+    found = _target(name, wanted, max(taken / 100 - others / cores, 0.0), TARGETS.utilisation, 1.01)
+    if others <= bd.DISTURBED * cores:
         return found
     now = f"{found.now}; other processes took {others:.1f} of {phrases.plural(cores, 'core')}"
     return found._replace(now=now, status=MET if found.status == MET else UNKNOWN)
@@ -552,10 +524,11 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
             "Expected speed": a.expected,
             "Rests on": a.status,
             "Quality": a.quality_word,
+            "Why": a.rationale,
+            "Command": a.command,
         }
         for i, a in enumerate(found, 1)
     ]
-    goals = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
         study=study,
@@ -575,7 +548,9 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         ranked=grid(ranked),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
-        targets=grid(goals),
+        targets=grid(
+            [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
+        ),
         bands=TARGETS,
         budget=bd,
         phrases=phrases,

@@ -15,17 +15,7 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import (
-    BESIDE_OTHERS,
-    LOOK,
-    RECOMMENDATION,
-    TRIAL,
-    Study,
-    cohorts,
-    note,
-    read_study,
-    study,
-)
+from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, cohorts, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
@@ -79,19 +69,8 @@ def run(
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
-    """The records of this machine that answer a question, or None where its ledger has none."""
-    output, here = output_folder(output_dir), hardware.machine().key
-    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
-    known = any((h.experiment, h.machine.key) == (name, here) for h in heads)
-    return _stored(name, output, None, here) if known else None
-
-
 def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
-    """Every cohort of this machine and of the code measured last that answers a question, as a study; the latest last.
-
-    What was measured later, with other images or for less time, hides nothing here.
-    """
+    """Every cohort of this machine and of the code measured last that answers a question; the latest last."""
     output, here = output_folder(output_dir), hardware.machine().key
 
     def mine(heads: Sequence[Head]) -> list[Head]:
@@ -105,9 +84,10 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
 
 def _published(name: str, output: Path) -> Study:
-    """The records of this machine, or else the latest that came with the checkout."""
-    if (mine := measured_here(name, output)) is not None:
-        return mine
+    """The records of this machine that answer a question, or else the latest that came with the checkout."""
+    here, heads = hardware.machine().key, of_training(Ledger(output / LEDGER).heads()[0], None)
+    if any((h.experiment, h.machine.key) == (name, here) for h in heads):
+        return _stored(name, output, None, here)
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
     told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
     if not told:
@@ -118,25 +98,17 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    key, name = measured.cohort[0], measured.experiment.name
+    (machine, code, _, plan), name = measured.cohort, measured.experiment.name
 
-    def mine(head: Head) -> bool:
-        return head.machine.key == key and (
-            head.experiment == name or head.role in (TRIAL, LOOK) or name in BESIDE_OTHERS
-        )
+    def mine(h: Head) -> bool:
+        return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or name in BESIDE_OTHERS)
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
-    machine, code, _, plan = measured.cohort
-    configurations = measured.experiment.configurations
+    configurations, output = measured.experiment.configurations, measured.output_dir
+    ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
-        study(
-            records,
-            name,
-            run_ids={c.run_id for c in configurations},
-            cohort=(machine, code, data, plan),
-            output_dir=measured.output_dir,
-        )
+        study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)
         for data in dict.fromkeys(c.data_sha256 for c in configurations)
     ]
     return dataclasses.replace(
@@ -152,12 +124,10 @@ def study_of(measured: Measured) -> Study:
 def records_of(measured: Measured) -> list[RunRecord]:
     """Every record of the configurations that were asked for, of this machine, code and plan."""
     machine, code, _, plan = measured.cohort
-    wanted = {c.run_id: c.data_sha256 for c in measured.experiment.configurations}
+    wanted, name = {c.run_id: c.data_sha256 for c in measured.experiment.configurations}, measured.experiment.name
     cohorts = {(machine, code, data, plan) for data in wanted.values()}
-    records, _ = Ledger(measured.ledger).read(
-        lambda heads: [h for h in heads if h.experiment == measured.experiment.name and h.cohort in cohorts]
-    )
-    return [r for r in records if r.run_id in wanted]
+    asked = Ledger(measured.ledger).read(lambda hs: [h for h in hs if h.experiment == name and h.cohort in cohorts])
+    return [r for r in asked[0] if r.run_id in wanted]
 
 
 def recommendation(
@@ -173,21 +143,17 @@ def recommendation(
 ) -> Answer:
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
-    ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
-    what all questions came to: a report has no time for a search beside them, and gives 0, in
-    ``full`` a share.
-    ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
-    With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
-    ``train_images`` are those of the full training that is projected; the other settings are those of
-    ``recommend.recommend``, and the errors too.
-    ``workload`` is a training of the user's, in place of the lab's own trainer.
+    ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
+    all questions came to. ``full`` first measures the largest batch that fits. What is recommended is written into
+    ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where
+    that is asked for. ``train_images`` are those of the full training that is projected, and ``workload`` is a training
+    of the user's in place of the lab's own; the other settings, and the errors, are those of ``recommend.recommend``.
     """
     choice("preset", preset, PRESETS)
     if train_images is not None:
         whole("train_images", train_images, 1)
     output, reads = output_folder(output_dir), ledger is not None or machine is not None
-    searches = not reads and (preset != "quick" if minutes is None else minutes > 0)
-    if searches:
+    if not reads and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in SEARCHED}
@@ -230,10 +196,9 @@ def _stored(
 
 
 def measure(name: str, **settings: Any) -> Measured:
-    """Measure what the ledger lacks for a question, and say which records answer it.
+    """Measure what the ledger lacks for a question, and say which records answer it; see ``planning.plan_question``.
 
-    ``settings`` are those of ``planning.plan_question``, and the errors too. Comparisons that have an answer get no
-    more sets; those that were shown to be inconclusive do.
+    Comparisons that have an answer get no more sets; those that were shown to be inconclusive do.
     """
     return undecided(plan_question(name, **settings)).measure()
 
@@ -249,10 +214,7 @@ def undecided(planned: Planned) -> Planned:
 
 
 def combination(planned: Planned) -> Planned | None:
-    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
-
-    ``planned`` is a question of the same training. Nothing can tell on a node without SciPy.
-    """
+    """What may be recommended together, measured as ``planned`` is; None for fewer than two, or without SciPy."""
     if missing_to_explain():
         return None
     campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]

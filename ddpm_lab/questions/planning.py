@@ -30,11 +30,12 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
-from ddpm_lab.plan import OTHERS, PRIMARY, TUNED, Experiment, Plan
+from ddpm_lab.plan import OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
-from ddpm_lab.questions.ask import STAGES, ask, plan_of, questions
+from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
+from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
 from ddpm_lab.training.setting import OWN_DATA, Images, Setup, check_ranks, usual_device
@@ -94,9 +95,9 @@ class Settings:
     @classmethod
     def of(cls, **settings: Any) -> Settings:
         """Settings by name; names that are not known here are the question's own."""
-        mine = {f.name for f in dataclasses.fields(cls)}
+        mine = {f.name for f in dataclasses.fields(cls)} & settings.keys()
         grid = {name: value for name, value in settings.items() if name not in mine}
-        return cls(**{name: value for name, value in settings.items() if name in mine}, grid=grid)
+        return cls(**{name: settings[name] for name in mine}, grid=grid)
 
     def check(self, question: str) -> None:
         """Raise ConfigError for what cannot be meant or run; what the question itself takes it checks."""
@@ -153,16 +154,9 @@ class Planned:
         return replace(self, campaign=again, on_cores=self.on_cores if same else None)
 
     def measure(
-        self,
-        *,
-        seconds: float | None = None,
-        stages: Sequence[str] = (PRIMARY, OTHERS),
-        look: bool = True,
+        self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
     ) -> Measured:
-        """Measure what the ledger lacks, once no other process measures here; see ``Campaign.run``.
-
-        ``seconds`` takes the place of the time that was planned.
-        """
+        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time."""
         sweep()
         planned = self
         with measuring(self.progress.always) as waited:
@@ -182,34 +176,27 @@ class Planned:
                 if left is not None:  # an answer is worth more than the time
                     left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
                 found = again.measure(seconds=left, stages=stages, look=look)
-                return replace(
-                    found,
-                    measured_sets=campaign.measured_sets + found.measured_sets,
-                    disturbed=campaign.disturbed + found.disturbed,
-                    seconds_left=campaign.seconds_left(),
-                )
+                sets, disturbed = campaign.measured_sets + found.measured_sets, campaign.disturbed + found.disturbed
+                left = campaign.seconds_left()
+                return replace(found, measured_sets=sets, disturbed=disturbed, seconds_left=left)
         count = campaign.measured_sets
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned.result()
 
     def result(self) -> Measured:
         """What the ledger holds by now."""
-        campaign = self.campaign
+        c = self.campaign
+        data = c.experiment.configurations[0].data_sha256
         return Measured(
             planned=self,
-            experiment=campaign.experiment,
-            ledger=campaign.ledger.path,
+            experiment=c.experiment,
+            ledger=c.ledger.path,
             output_dir=self.output,
-            cohort=(
-                campaign.machine_key,
-                campaign.instrument.code.key,
-                campaign.experiment.configurations[0].data_sha256,
-                campaign.target.plan.key,
-            ),
-            measured_sets=campaign.measured_sets,
-            completed=campaign.held.any,
-            seconds_left=campaign.seconds_left(),
-            disturbed=campaign.disturbed,
+            cohort=(c.machine_key, c.instrument.code.key, data, c.target.plan.key),
+            measured_sets=c.measured_sets,
+            completed=c.held.any,
+            seconds_left=c.seconds_left(),
+            disturbed=c.disturbed,
         )
 
     def _on_free_cores(self) -> Planned | None:
@@ -227,22 +214,17 @@ class Planned:
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
-    """Check a question and prepare its images: nothing of it is refused any more.
+    """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
-    Args:
-        name: a question, such as profile, multi_gpu or amp, or a stage of a search.
-        settings: those of ``Settings``, and of the question itself.
-
-    Raises:
-        ConfigError: a setting cannot be run on this machine.
-        DataError: there are no images where ``data`` says.
-        LedgerError: the output folder cannot be written.
+    ``settings`` are those of ``Settings``, and of the question itself. Raises ConfigError for what cannot be run on
+    this machine, DataError where there are no images, LedgerError where the output folder cannot be written.
     """
     asked = Settings.of(**settings)
     asked.check(name)
     scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
-    plan = plan_of(name, scope.plan)
+    own_plan = SEARCH_PLAN if name == SEARCH else None if name in STAGES else every_question()[name].about.plan
+    plan = own_plan or scope.plan
     if smoke:
         plan = replace(plan, turns=scope.plan.turns)
     limits = (asked.sets, asked.minutes, asked.resolution)
@@ -251,11 +233,11 @@ def plan_question(name: str, **settings: Any) -> Planned:
     instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
-    chooses = not (asked.cores or smoke or name in STAGES)
-    if name not in STAGES:  # these get the time that a search leaves
-        check_time(campaign)
-    on_cores = (lambda free: plan_question(name, **{**settings, "cores": free})) if chooses else None
-    return Planned(campaign=campaign, output=output, progress=progress, on_cores=on_cores)
+    if name in STAGES:  # these get the time that a search leaves, and its cores
+        return Planned(campaign=campaign, output=output, progress=progress)
+    check_time(campaign)
+    again = None if asked.cores or smoke else lambda free: plan_question(name, **{**settings, "cores": free})
+    return Planned(campaign=campaign, output=output, progress=progress, on_cores=again)
 
 
 def check_time(campaign: Campaign) -> None:
@@ -286,10 +268,7 @@ def plan_experiment(
     quiet: bool = False,
     code: CodeVersion | None = None,
 ) -> Planned:
-    """Make an experiment of any workloads ready; one code version covers the sources of all of them.
-
-    ``code`` is that version where it is known; None looks at each workload that is not of the lab.
-    """
+    """Make an experiment of any workloads ready; ``code`` covers the sources of all of them, None looks at each."""
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
     instrument = instrument_for(output, progress)
@@ -331,10 +310,7 @@ def _target(
 
 
 def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
-    """What measuring the lab's own workloads with results in ``output`` needs to know.
-
-    Raises LedgerError if that is not writable.
-    """
+    """What measuring the lab's own workloads needs to know; raises LedgerError if ``output`` is not writable."""
     with writing(folder := output / LEDGER.parent, LedgerError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
@@ -381,12 +357,12 @@ def _experiment(
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
             if name == "peers" and device == "cpu" and asked.preset != "smoke" and target.seconds != 0:
-                setup = replace(
-                    setup, formats=_formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
-                )
+                formats = _formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
+                setup = replace(setup, formats=formats)
         parts.append(ask(name, setup, **grid))
-    instrument = replace(instrument, data_name=setup.images.name)
-    return merged(parts), instrument
+    rows = ("families", "left_out", "profiles", "trials", "checks")  # of the rest a question has only one
+    every: dict[str, Any] = {row: tuple(one for part in parts for one in getattr(part, row)) for row in rows}
+    return replace(parts[0], **every), replace(instrument, data_name=setup.images.name)
 
 
 def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> dict[str, dict[str, Any]]:
@@ -398,13 +374,6 @@ def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> di
         for peer, config in rows
         if peer == PUBLISHED or hardware.package_version(peer)
     }
-
-
-def merged(parts: Sequence[Experiment]) -> Experiment:
-    """Parts of one question as one experiment; what a question has only one of is the first part's."""
-    rows = ("families", "left_out", "profiles", "trials", "checks")
-    every: dict[str, Any] = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
-    return replace(parts[0], **every)
 
 
 def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -> Images:
@@ -436,8 +405,7 @@ def cores_of(
         return asked
     if device == "cuda" or most == 1:
         return most
-    key = hardware.machine().key
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, key)]
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, hardware.machine().key)]
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
     mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
     stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
@@ -451,7 +419,7 @@ def cores_of(
 
 
 def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
-    """Cores to compare two configurations with: those that an earlier answer here had, or those that are free.
+    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
 
     All of them where a side is not for the CPU, or says how many threads it takes.
     """
@@ -459,26 +427,22 @@ def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
     if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
         return most
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
-    key = hardware.machine().key
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == ("compare", "look", key)]
+    wanted = ("compare", "look", hardware.machine().key)
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
     known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
     return max(known, default=0) or free_cores()
 
 
 def on_cores(config: RunConfig, cores: int) -> RunConfig:
     """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
-    if cores >= hardware.usable_cores():
-        return config
-    return replace(config, threads=max(1, cores // config.node_size))
+    whole_machine = cores >= hardware.usable_cores()
+    return config if whole_machine else replace(config, threads=max(1, cores // config.node_size))
 
 
 def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
-    """The precision in which a CPU's compilation is asked about: bf16 where this machine's ledger calls it faster.
-
-    It is chosen once: that of earlier sets stays. Without scipy nothing says what is faster, and it is fp32.
-    """
-    key, code = hardware.machine().key, instrument.code.key
-    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == (key, code)]
+    """The precision in which a CPU compiles: that of earlier sets, else bf16 if its ledger calls it faster, or fp32."""
+    here = (hardware.machine().key, instrument.code.key)
+    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
     earlier = load([h for h in mine if (h.experiment, h.role) == ("torch_compile", "baseline")][-1:])[0]
     if earlier:
         return earlier[-1].config.precision

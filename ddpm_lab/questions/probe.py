@@ -83,35 +83,9 @@ def fastest(
         return config, warning
     if found := _recommended(config, open_, output):
         return found, f"settings: {_name(found)}, as this machine's search recommends for {config.network}"
-    return _tried(config, said, steps=steps, threads=threads, path=output / FILE, progress=progress)
-
-
-def _tried(
-    config: RunConfig, said: Set[str], *, steps: int, threads: int, path: Path, progress: Say
-) -> tuple[RunConfig, str]:
-    """``config`` with what an earlier probe, kept in ``path``, or one of now has found; as it is where none did."""
-    key = _key(config, said, threads)
-    with suppress(KeyError, TypeError, ValueError):  # not kept, or edited by hand
-        kept = _kept(path)[key]
-        return dataclasses.replace(config, **kept["settings"]), f"{kept['why']} ({kept['date']})"
-    progress("probing settings")
     contest = _Contest(_candidates(config, said), dataclasses.replace(config, **PLAIN), threads, progress)
-    chosen = contest.run(steps)
-    if chosen is None:
-        return config, ""
-    why = f"settings: {contest.told(chosen)}"
-    _keep(path, key, contest, chosen, why)
-    return contest.candidates[chosen], why
-
-
-def _keep(path: Path, key: str, contest: _Contest, chosen: str, why: str) -> None:
-    """Write what a probe found for the next start, if it holds then."""
-    settings = {name: getattr(contest.candidates[chosen], name) for name in SETTINGS}
-    if contest.lasting:
-        found = {**_kept(path), key: {"settings": settings, "why": why, "date": date.today().isoformat()}}
-        with suppress(OSError):  # then the next start probes again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace(path, json.dumps(found, indent=1) + "\n")
+    tried = _fastest_of(contest, _key(config, said, threads), output / FILE, steps)
+    return (dataclasses.replace(config, **tried[0]), tried[1]) if tried else (config, "")
 
 
 def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) -> dict[str, Any]:
@@ -119,20 +93,38 @@ def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) 
 
     Those of ``config`` where nothing could be compared. bf16 is tried where it has instructions.
     """
-    names, path = ("precision", "channels_last"), output / FILE
     plain = dataclasses.replace(config, precision="fp32", channels_last=False)
-    here = {"machine": hardware.machine().key, "threads": threads}
-    key = digest({**here, "formats": dataclasses.replace(plain, data="", data_sha256="", seed=0).run_id})
-    with suppress(KeyError, TypeError):
-        return {name: _kept(path)[key]["settings"][name] for name in names}
+    neutral = dataclasses.replace(plain, data="", data_sha256="", seed=0)
+    key = digest({"machine": hardware.machine().key, "threads": threads, "formats": neutral.run_id})
     precisions = ("fp32", "bf16") if multiplies_bf16() else ("fp32",)
     tried = [dataclasses.replace(plain, precision=p, channels_last=c) for p in precisions for c in (False, True)]
     contest = _Contest({_name(c): c for c in tried}, plain, threads, progress)
-    chosen = contest.run(steps=sys.maxsize)
-    if chosen is not None:
-        _keep(path, key, contest, chosen, contest.told(chosen))
-        config = contest.candidates[chosen]
-    return {name: getattr(config, name) for name in names}
+    found = _fastest_of(contest, key, output / FILE, sys.maxsize)
+    return {name: found[0][name] if found else getattr(config, name) for name in ("precision", "channels_last")}
+
+
+def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
+    """Settings of the fastest choice, and why: those kept in ``path``, or what is found now; None without a result.
+
+    What was found is kept for the next start, if it holds then.
+    """
+    with suppress(KeyError, TypeError, ValueError):  # not kept, or edited by hand
+        kept = _kept(path)[key]
+        found = {name: kept["settings"][name] for name in SETTINGS}
+        dataclasses.replace(contest.plain, **found)
+        return found, f"{kept['why']} ({kept['date']})"
+    contest.progress("probing settings")
+    chosen = contest.run(steps)
+    if chosen is None:
+        return None
+    why = f"settings: {contest.told(chosen)}"
+    found = {name: getattr(contest.choices[chosen], name) for name in SETTINGS}
+    if contest.lasting:
+        every = {**_kept(path), key: {"settings": found, "why": why, "date": date.today().isoformat()}}
+        with suppress(OSError):  # then the next start probes again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(path, json.dumps(every, indent=1) + "\n")
+    return found, why
 
 
 def _emulated(config: RunConfig) -> str:
@@ -171,23 +163,24 @@ class _BestFailed(Exception):  # noqa: N818 - what the contest ends with
 
 
 class _Contest:
-    """The candidates one after the other, each against the fastest so far; ``plain`` runs first, chosen or not."""
+    """The candidates one after the other, each against the fastest so far; ``plain`` runs first, chosen or not.
+
+    ``used`` counts seconds of steps: what processes take to start, and kernels to be compiled, leaves none untried.
+    ``times`` are those of a step relative to the first that ran. What was found is ``lasting`` if nothing failed that
+    may work at the next start.
+    """
 
     def __init__(self, choices: Mapping[str, RunConfig], plain: RunConfig, threads: int, progress: Say) -> None:
-        self.choices, self.threads, self.progress = choices, threads, progress
+        self.choices, self.plain, self.threads, self.progress = choices, plain, threads, progress
         self.candidates = {_name(plain): plain, **choices}
-        self.used, self.seconds = 0.0, SECONDS
-        """Seconds of steps: what processes take to start, and kernels to be compiled, leaves no candidate untried."""
+        self.used, self.seconds, self.began = 0.0, SECONDS, time.monotonic()
         self.best: tuple[str, Group, float] | None = None
-        self.times: dict[str, float] = {}  # of a step, relative to the first that ran
-        self.far: set[str] = set()  # of which one step may have been enough
+        self.times: dict[str, float] = {}
         self.failed: list[str] = []
         self.lasting = True
-        """Whether the result holds for the next start: nothing failed that may work then."""
 
     def run(self, steps: int) -> str | None:
         """The fastest choice for a training of so many steps; None where nothing was compared."""
-        self.began = time.monotonic()
         if len(self.candidates) == 1:
             return None
         with ExitStack() as stack:
@@ -196,9 +189,9 @@ class _Contest:
                     self.failed.append(f"{name} not tried for want of time")
                     continue
                 self.progress(f"probing settings: {name}")
+                quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
                 group = None
                 try:
-                    quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
                     group = Group(candidate, threads=self.threads, starting=without_sigterm, **quiet)
                     stack.enter_context(group)
                     if self.best:
@@ -208,7 +201,10 @@ class _Contest:
                 except _BestFailed:
                     return None
                 except GroupFailed as problem:
-                    self._note(name, problem)
+                    slow = bool(self.best) and problem.status == "timed out"
+                    self.lasting &= slow or problem.status == "unsupported"
+                    why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
+                    self.failed.append(f"{name} {why}")
                     if group:
                         group.kill()
         return min((name for name in self.times if name in self.choices), key=self.times.__getitem__, default=None)
@@ -217,11 +213,12 @@ class _Contest:
         """The chosen one, and how long the others take beside it; what is faster, and no choice, first."""
         mine, found = self.times[chosen], list[str]()
         for name, seconds in self.times.items():
-            if seconds < mine:
-                found.insert(0, f"slower than {name}: a step takes {mine / seconds:.2f} times as long")
+            ratio = seconds / mine
+            if ratio < 1:
+                found.insert(0, f"slower than {name}: a step takes {1 / ratio:.2f} times as long")
             elif name != chosen:
-                ratio = f"over {HOPELESS:.2g}" if name in self.far else f"{seconds / mine:.2f}"
-                found.append(f"{name} takes {ratio} times as long")
+                much = f"{ratio:.2f}" if ratio < HOPELESS else f"over {HOPELESS:.2g}"  # of which one step is enough
+                found.append(f"{name} takes {much} times as long")
         took = time.monotonic() - self.began
         return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*found, *self.failed])}"
 
@@ -239,17 +236,9 @@ class _Contest:
         first = self._step(group, silence=2 * HOPELESS * step + STARTING_SECONDS)
         ratio = self._against(other, group, step, first, waiting)
         self.times[name] = self.times[best] * ratio
-        if not HOPELESS > ratio > 1 / HOPELESS:
-            self.far.add(name if ratio > 1 else best)
         if ratio < 1:
             self.best = name, group, step * ratio
         (other if ratio < 1 else group).kill()
-
-    def _note(self, name: str, problem: GroupFailed) -> None:
-        slow = self.best and problem.status == "timed out"
-        self.lasting &= bool(slow) or problem.status == "unsupported"
-        why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
-        self.failed.append(f"{name} {why}")
 
     def _step(self, group: Group, steps: int = 1, silence: float = SILENCE_SECONDS) -> float:
         """Seconds of a step of the slowest rank."""
@@ -258,10 +247,7 @@ class _Contest:
         return seconds / steps
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float:
-        """How many times as long the other takes, by turns with the best until that is sure.
-
-        Or until its share of the time is up, of which the rest is for those that are ``waiting``, itself included.
-        """
+        """How many times as long the other takes, by turns with the best until that is sure or its time is up."""
         if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
@@ -295,12 +281,11 @@ def _sure(mine: list[float], theirs: list[float]) -> bool:
 
 def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig | None:
     """The settings that a run in ``folder`` has had, where it goes on on a machine that has what they need."""
-    if not checkpoints_in(folder / CHECKPOINTS):
-        return None
     with suppress(ValueError, OSError):
-        told = read_settings(folder / RUN_SETTINGS, "--output-dir")
-        found = dataclasses.replace(config, **{name: told[name] for name in open_ if name in told})
-        return None if _emulated(found) else found
+        if checkpoints_in(folder / CHECKPOINTS):
+            told = read_settings(folder / RUN_SETTINGS, "--output-dir")
+            found = dataclasses.replace(config, **{name: told[name] for name in open_ if name in told})
+            return None if _emulated(found) else found
     return None
 
 
@@ -308,15 +293,11 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
     """The settings that the last search here recommends for this training, where it recommends any."""
     machine = hardware.machine().key
     with suppress(ModuleNotFoundError, ValueError, OSError):
-        mine = [
-            h
-            for h in Ledger(output / LEDGER).heads()[0]
-            if h.machine.key == machine and not h.cohort[2].startswith(OWN_DATA)
-        ]
+        heads = [h for h in Ledger(output / LEDGER).heads()[0] if h.machine.key == machine]
+        mine = [h for h in heads if not h.cohort[2].startswith(OWN_DATA)]
         if not any(h.role == "space" for h in mine):
             return None
-        records, _ = load(chosen(mine, RECOMMENDATION, machine=machine))
-        measured = study(records, RECOMMENDATION, machine=machine, output_dir=output)
+        measured = study(load(chosen(mine, RECOMMENDATION, machine=machine))[0], RECOMMENDATION, machine=machine)
         found = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
         best = found.best.row.config if found and found.count else None
         if best and all(getattr(best, name) == getattr(config, name) for name in ALIKE):

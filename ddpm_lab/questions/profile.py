@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,7 @@ from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck
 from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.setting import (
-    Batch,
-    Precision,
-    Setup,
-    WorldSize,
-)
+from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,22 +54,16 @@ def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile, its operators, and what to change next."""
     record, found = operators.latest_profile(study.records), finding(study)
     taken = budget.budget(record) if record else None
-
-    def beside() -> Table:
-        both = record is not None and taken is not None and operators.operators(record)
-        return operators_table(study) if both else []
-
-    views = [
-        View(
-            caption="Operators of profiled steps, each second counted once.",
-            name="operators",
-            figure=lambda: operators_beside(study),
-        ),
-        View(caption="The operators in numbers.", table=beside),
-    ]
+    views = []
+    if record and taken and operators.operators(record):
+        caption = "Operators of profiled steps, each second counted once."
+        views.append(View(caption=caption, name="operators", figure=lambda: _operators_figure(study, record)))
+        views.append(View(caption="The operators in numbers.", table=lambda: operators_table(study)))
     if not any(r.config.is_own for r in study.records):  # whose changes are others
         caption = "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting."
-        views.append(View(caption=caption, table=lambda: bottleneck.table(_with_changes(study))))
+        # What other questions measured counts, but for their profiles, of which each has a budget of its own.
+        measured = replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
+        views.append(View(caption=caption, table=lambda: bottleneck.table(measured)))
     views.append(View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)))
     return Answer(
         study=study,
@@ -84,11 +72,6 @@ def answer(study: Study) -> Answer:
         table=lambda: operators_table(study) if taken is None else budget.table(taken),
         views=views,
     )
-
-
-def _with_changes(study: Study) -> Study:
-    """The study with what other questions measured, but for their profiles, of which each has a budget of its own."""
-    return replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
 
 
 def finding(study: Study) -> Finding:
@@ -128,20 +111,20 @@ def operators_table(study: Study) -> Table:
         ]
     steps = max(1, int((record.profile or {}).get("steps", 1)))
     found = operators.operators(record)
-    top = [
-        (op.name, op.kind, f"{op.calls / steps:,.0f}", phrases.seconds(op.seconds / steps), _share(op.share))
-        for op in found[:_TOP_OPERATORS]
-    ]
+    rows = [(op.name, op.kind, op.calls, op.seconds, op.share) for op in found[:_TOP_OPERATORS]]
     if rest := found[_TOP_OPERATORS:]:
-        calls, time = sum(op.calls for op in rest) / steps, sum(op.seconds for op in rest) / steps
-        name = f"{phrases.plural(len(rest), 'other operator')}"
-        top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(sum(op.share for op in rest))))
-    columns = ["Operator", "Class", "Calls per step", "Exclusive time per step, under the profiler", "Share"]
-    return [dict(zip(columns, cells, strict=True)) for cells in top]
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"
+        calls, seconds, share = (sum(getattr(op, name) for op in rest) for name in ("calls", "seconds", "share"))
+        rows.append((phrases.plural(len(rest), "other operator"), "", calls, seconds, share))
+    return [
+        {
+            "Operator": name,
+            "Class": kind,
+            "Calls per step": f"{calls / steps:,.0f}",
+            "Exclusive time per step, under the profiler": phrases.seconds(seconds / steps),
+            "Share": f"{100 * share:.1f} %",
+        }
+        for name, kind, calls, seconds, share in rows
+    ]
 
 
 def figure(study: Study, found: Finding) -> Figure:
@@ -154,16 +137,8 @@ def figure(study: Study, found: Finding) -> Figure:
     return _operators_figure(study, record)
 
 
-def operators_beside(study: Study) -> Figure | None:
-    """The operators of a profile whose answer is its time budget."""
-    record = operators.latest_profile(study.records)
-    if record is None or budget.budget(record) is None or not operators.operators(record):
-        return None
-    return _operators_figure(study, record)
-
-
 def _context(study: Study, record: RunRecord) -> str:
-    return phrases.context(dataclasses.replace(study, records=(record,)))
+    return phrases.context(replace(study, records=(record,)))
 
 
 def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:

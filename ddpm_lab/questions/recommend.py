@@ -51,17 +51,10 @@ def recommend(
 ) -> Measured:
     """Search, then measure baseline, winner and the steps between them in sets of their own.
 
-    Args:
-        preset: smoke tries a handful in one set, quick and full search until little more can be gained.
-        minutes: time budget of all of it; None is no limit.
-        sets, resolution, seeds, images: of what is measured again; no ``seeds`` are 8 in ``full``, else no trials.
-        only, any_batch, global_batch_size: what is searched (see ``search``).
-        settings: those of ``planning.plan_question``.
-
-    Raises:
-        ConfigError: a setting cannot be run here, or a budget makes no sense.
-        DataError: there are no images where ``data`` says.
-        LedgerError: the output folder cannot be written.
+    ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
+    the time of all of it. ``only``, ``any_batch`` and ``global_batch_size`` say what is searched (see ``search``);
+    ``sets``, ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``,
+    else no trials. The other settings, and the errors, are those of ``planning.plan_question``.
     """
     if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
         raise ConfigError(
@@ -74,15 +67,16 @@ def recommend(
     space = planned.campaign.experiment.space
     if space is None:  # of the user's training, which does its own steps
         raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
+    base = space.baseline
     settings |= {"preset": preset, "sets": sets, "resolution": resolution, "space": space, "seeds": seeds}
-    settings |= {"images": images, "device": space.baseline.device}
-    settings["cores"] = space.baseline.threads * space.baseline.node_size or hardware.usable_cores()
-    if not space.baseline.is_own:
-        settings["network"] = space.baseline.network
+    settings |= {"images": images, "device": base.device}
+    settings["cores"] = base.threads * base.node_size or hardware.usable_cores()
+    if not base.is_own:
+        settings["network"] = base.network
     plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
     trained = preset == "full" if seeds is None else bool(seeds)
     share = BESIDE_TRIALS if trained else SEARCH_SHARE
-    search_ends = ends if minutes is None else ends - (1 - share) * 60 * minutes
+    search_ends = ends - (0.0 if minutes is None else (1 - share) * 60 * minutes)
     sweep()
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
@@ -103,27 +97,24 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     """Return the cells that may win, by the trials in the ledger and published ones; without SciPy nothing is known."""
     if missing_to_explain():
         return search.admissible(space, lambda _: "")
-    key, data = campaign.machine_key, space.baseline.data_sha256
+    mine = (campaign.machine_key, space.baseline.data_sha256)
     records, _ = campaign.ledger.read(
-        lambda heads: [h for h in heads if h.role == "quality" and (h.machine.key, h.cohort[2]) == (key, data)]
+        lambda heads: [h for h in heads if h.role == "quality" and (h.machine.key, h.cohort[2]) == mine]
     )
     trials, code = quality.Trials(records, published_trials()), campaign.instrument.code.key
     return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 
 def find(
-    planned: Planned,
-    among: Sequence[Cell],
-    seconds_left: Callable[[], float] = lambda: math.inf,
-    preset: str = "quick",
+    planned: Planned, among: Sequence[Cell], seconds_left: Callable[[], float] = lambda: math.inf, preset: str = "quick"
 ) -> Belief:
     """Go on with the race between the cells that may win (``among``) from what the ledger holds."""
     campaign, progress, space = planned.campaign, planned.progress, planned.campaign.experiment.space
     assert space is not None
-    (family,), cells = campaign.experiment.families, space.cells
-    cohort = (campaign.machine_key, campaign.instrument.code.key, space.baseline.data_sha256, campaign.target.plan.key)
+    (family,), cells, base = campaign.experiment.families, space.cells, space.baseline
+    cohort = (campaign.machine_key, campaign.instrument.code.key, base.data_sha256, campaign.target.plan.key)
     records, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.experiment == SEARCH and h.cohort == cohort])
-    found, most = search.observations(records, space.baseline.run_id), min(MOST_SETS, search.most_sets(len(among)))
+    found, most = search.observations(records, base.run_id), min(MOST_SETS, search.most_sets(len(among)))
     if preset == "smoke":
         eager = [c for c in among if cells[c].compile == "off"]
         first = search.believe(space, []).next_cells(eager, lambda _: 1.0, math.inf)[:SMOKE_CELLS]
@@ -165,10 +156,8 @@ def _note_space(campaign: Campaign, space: Space) -> None:
         data_name=campaign.instrument.data_name,
         space=space.as_dict(),
     )
-    here = (record.machine.key, record.code_version)
-    told, _ = campaign.ledger.read(
-        lambda heads: [h for h in heads if h.role == "space" and (h.machine.key, h.cohort[1]) == here]
-    )
+    here = ("space", record.machine.key, record.code_version)
+    told, _ = campaign.ledger.read(lambda heads: [h for h in heads if (h.role, h.machine.key, h.cohort[1]) == here])
     said = attrgetter("family", "space", "run_id", "plan")
     if not told or said(told[-1]) != said(record):
         campaign.ledger.append([record])

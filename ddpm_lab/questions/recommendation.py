@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,23 +59,15 @@ _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", S
 class Step:
     """One configuration on the way from the baseline to what was found.
 
-    ``row`` compares it with the baseline, ``gain`` with the step before, in the same sets, with the ``verdict`` on
-    that. ``judged`` is the verdict on the quality of all changes so far. ``compiled`` is what a cold compile of it
-    costs, None where it compiles nothing new.
+    ``row`` compares it with the baseline, with the verdict on the quality of all changes so far; ``gain`` compares it
+    with the step before, in the same sets. ``compiled`` is what a cold compile costs, None where nothing new compiles.
     """
 
     label: str
     cell: Cell
     row: Comparison
-    judged: quality.Equivalence
-    gain: stats.Estimate
-    verdict: str = ""
+    gain: Comparison
     compiled: torch_compile.BreakEven | None = None
-
-    @property
-    def quality(self) -> str:
-        """The verdict in a few words."""
-        return quality.sentence(self.judged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,20 +117,16 @@ def recommendation(study: Study) -> Recommendation | None:
     last = next((r for r in reversed(study.records) if r.role == "space" and r.space is not None), None)
     if last is None:
         return None
-    space = Space.from_dict(last.config, last.space or {})
-    whose = (last.experiment, last.family, last.baseline_id)
-    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == whose and r.role != "space"]
-    fresh = replace(study, records=tuple(mine))
-    base, twin, rows = (
-        [r for r in comparisons(fresh) if r.role == role and r.sets] for role in ("baseline", "twin", "candidate")
-    )
+    space, whose = Space.from_dict(last.config, last.space or {}), attrgetter("experiment", "family", "baseline_id")
+    mine = tuple(r for r in study.records if whose(r) == whose(last) and r.role != "space")
+    fresh, roles = replace(study, records=mine), ("baseline", "twin", "candidate")
+    base, twin, rows = ([r for r in comparisons(fresh) if r.role == role and r.sets] for role in roles)
     if not (base and twin):
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
-    found = observations(searched, last.baseline_id)
-    trials = quality.Trials.of(study)
-    unchanged = quality.Equivalence(verdict=quality.IDENTICAL, reason="nothing is changed")
-    baseline = Step(label="baseline", cell=space.start, row=base[0], judged=unchanged, gain=stats.estimate([]))
+    found, trials = observations(searched, last.baseline_id), quality.Trials.of(study)
+    unchanged = replace(base[0], equivalence=quality.Equivalence(verdict=quality.IDENTICAL))
+    baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
     steps = _steps(fresh, space, baseline, rows, trials)
     count = _as_far_as(steps, GOOD)
     broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
@@ -165,33 +154,25 @@ def _steps(
     order = dict.fromkeys(set_id for look in looks for set_id in sorted(look.sets))
     logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
     over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
-    found, counts = [baseline], [len(look.sets) for look in looks]
-    for row, decision in zip(known, decisions.decided(over, counts, resolution=study.resolution), strict=True):
-        last, cell, gain = found[-1], cells[row.run_id], decision.estimate
-        changed = row.config.differences(last.row.config).keys()
-        compiles = row.config.compile != "off" and changed & {"compile", "compile_mode"}
-        judged = row.equivalence
-        if judged.verdict == quality.NOT_MEASURED:  # what learns the very same is as good as the step before
+    decided = decisions.decided(over, [len(look.sets) for look in looks], resolution=study.resolution)
+    found = [baseline]
+    for row, decision in zip(known, decided, strict=True):
+        last, cell = found[-1], cells[row.run_id]
+        if row.equivalence.verdict == quality.NOT_MEASURED:  # what learns the very same is as good as the step before
             same = trials.verdict(last.row.config, row.config, row.code_version).verdict == quality.IDENTICAL
-            judged = last.judged if same else quality.Equivalence(verdict=quality.NOT_MEASURED)
-        found.append(
-            Step(
-                label=space.changed(cell, last.cell),
-                cell=cell,
-                row=row,
-                gain=gain,
-                verdict=decision.word,
-                judged=judged,
-                compiled=torch_compile.break_even(study, replace(row, ratio=gain)) if compiles else None,
-            )
-        )
+            unknown = quality.Equivalence(verdict=quality.NOT_MEASURED)
+            row = replace(row, equivalence=last.row.equivalence if same else unknown)  # noqa: PLW2901
+        gain = replace(row, ratio=decision.estimate, verdict=decision.word)
+        changed = row.config.differences(last.row.config).keys() & {"compile", "compile_mode"}
+        compiled = torch_compile.break_even(study, gain) if row.config.compile != "off" and changed else None
+        found.append(Step(label=space.changed(cell, last.cell), cell=cell, row=row, gain=gain, compiled=compiled))
     return tuple(found[1:])
 
 
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
     """Return how many steps, each called faster, end in the last one whose quality has one of these verdicts."""
-    sure = takewhile(lambda step: step.verdict == decisions.FASTER, steps)
-    able = [i for i, s in enumerate(sure, 1) if s.row.verdict == decisions.FASTER and s.judged.verdict in verdicts]
+    sure = [s.row for s in takewhile(lambda step: step.gain.verdict == decisions.FASTER, steps)]
+    able = [i for i, r in enumerate(sure, 1) if r.verdict == decisions.FASTER and r.equivalence.verdict in verdicts]
     return max(able, default=0)
 
 
@@ -200,20 +181,18 @@ def next_change(found: Recommendation) -> tuple[str, str] | None:
     if not found.search_sets:
         return None
     belief, space, done = found.belief, found.space, found.steps[: found.reach]
-    here = (found.baseline, *done)[-1].cell
-    slower = [s for s in found.steps[found.reach : found.reach + 1] if not s.gain.value > math.exp(SIMPLER)]
-    worse = [s for s in found.steps if s.judged.verdict == quality.WORSE]
+    here, batch = (found.baseline, *done)[-1].cell, list(space.settings).index(BATCH)
+    slower = [s for s in found.steps[found.reach : found.reach + 1] if not s.gain.ratio.value > math.exp(SIMPLER)]
+    worse = [s for s in found.steps if s.row.equivalence.verdict == quality.WORSE]
     closed = {space.start, *belief.lost, *(s.cell for s in (*done, *slower, *worse))}
-    batch = list(space.settings).index(BATCH) if BATCH in space.settings else -1
-    other_batch = {c for c in space.cells if c not in found.among and batch >= 0 and c[batch]}
     near = [c for c in space.cells if sum(a != b for a, b in zip(c, here, strict=True)) == 1]
-    open_ = [c for c in near if c not in closed and (c in found.among or c in other_batch)]
+    open_ = [c for c in near if c not in closed and (c in found.among or c[batch])]
     best = max(open_, key=lambda c: belief.expected_gain(c, here), default=here)
     if belief.expected_gain(best, here) < SIMPLER:
         return None
     pairs = zip(space.settings, space.values(here), space.values(best), strict=True)
     held = [f"--only {name}={','.join(dict.fromkeys((a.key, b.key)))}" for name, a, b in pairs]
-    options = " ".join(held) + " --any-batch --seeds 8" * (best in other_batch)
+    options = " ".join(held) + " --any-batch --seeds 8" * (best not in found.among)
     return space.changed(best, here), command(found, options)
 
 
@@ -230,22 +209,26 @@ def command(found: Recommendation, options: str) -> str:
 
 
 def answer(study: Study) -> Answer:
-    """Return what a search found, by the sets that measured it again; without one what all questions came to."""
+    """Return what a search found, by the sets that measured it again, or what all questions came to.
+
+    Headline, figure and table are of one source, whichever answers; the other one is a further view.
+    """
     searched, rows = recommendation(study), measured(study)
     found = _of_changes(study, rows)
-    usable = found.sets and found.status == ANSWERED
-    if searched and (searched.count or ((searched.reach or not rows) and not usable)):
-        found = _of_search(searched)
     largest = "The largest batch that fits, and the speed and memory of each size."
-    tried = "What the search tried, by what all its short sets say."
-    every = "Every change that was measured, each against its own baseline in the same sets."
     views = [View(caption=largest, name="batch_size", figure=lambda: batch_sizes(study))]
-    if searched is None:
-        figure, table = lambda: changes_figure(study, found), lambda: changes_table(study)
-    else:
-        figure, table = lambda: steps_figure(searched, found), lambda: steps_table(searched)
+    figure, table = lambda: changes_figure(study), lambda: changes_table(study)
+    if searched:
+        tried = "What the search tried, by what all its short sets say."
         views.append(View(caption=tried, table=lambda: tried_table(searched)))
-        views.append(View(caption=every, table=lambda: changes_table(study)))
+        usable = found.sets and found.status == ANSWERED
+        if searched.count or ((searched.reach or not rows) and not usable):
+            every = "Every change that was measured, each against its own baseline in the same sets."
+            views.append(View(caption=every, name="changes", figure=figure if rows else None, table=table))
+            found, figure, table = _of_search(searched), lambda: steps_figure(searched), lambda: steps_table(searched)
+        else:
+            steps, again = lambda: steps_figure(searched), "What the search found, measured again step by step."
+            views.append(View(caption=again, name="search", figure=steps, table=lambda: steps_table(searched)))
     return Answer(study=study, finding=found, figure=figure, table=table, views=views)
 
 
@@ -256,19 +239,19 @@ def _of_search(found: Recommendation) -> Finding:
     if step is None:
         return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
     words, faster = found.space.changed(step.cell), phrases.difference(step.row.ratio.value)
+    row, judged = step.row, step.row.equivalence
     if found.count:
-        headline = f"Use {words}: {faster}, quality {step.quality}"
+        headline = f"Use {words}: {faster}, quality {row.quality}"
     elif found.reach:
-        headline = f"{words}: {faster}; quality {step.quality}{' yet' * (step.judged.verdict == quality.NOT_MEASURED)}"
-    elif step.row.verdict == decisions.FASTER:
-        headline = f"Keep the baseline: {words} is faster, and its quality is {step.quality}"
+        headline = f"{words}: {faster}; quality {row.quality}{' yet' * (judged.verdict == quality.NOT_MEASURED)}"
+    elif row.verdict == decisions.FASTER:
+        headline = f"Keep the baseline: {words} is faster, and its quality is {row.quality}"
     else:
-        headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
+        headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(row)}"
     again = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
-    lead = replace(step.row, equivalence=step.judged)
-    told = about(where, lead, headline, again, f"Quality: {quality.full(step.judged)}.", *rest)
+    told = about(where, row, headline, again, f"Quality: {quality.full(judged)}.", *rest)
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
-    open_ = found.reach > found.count and found.steps[found.reach - 1].judged.reason != quality.NO_LOSS_KNOWN
+    open_ = found.reach > found.count and found.steps[found.reach - 1].row.equivalence.reason != quality.NO_LOSS_KNOWN
     return replace(told, status=status, way_out=command(found, "--seeds 8") if open_ else "")
 
 
@@ -292,65 +275,60 @@ def steps_table(found: Recommendation) -> Table:
     """One row for the baseline and each step; a full training is a projection of the measured speed."""
     rows, dash = [], phrases.DASH
     for i, step in enumerate((found.baseline, *found.steps)):
-        row, as_step = step.row, replace(step.row, ratio=step.gain, verdict=step.verdict)
+        row, gain = step.row, step.gain
         rows.append(
             {
                 "Configuration": f"{'+ ' * (i > 0)}{step.label}",
-                "Against the step before": phrases.times(step.gain) if step.gain.sets else dash,
-                "Verdict": step.verdict or dash,
+                "Against the step before": phrases.ratio_with_interval(gain) if i and gain.sets else dash,
+                "Verdict": gain.verdict if i else dash,
                 "Against the baseline": phrases.ratio_with_interval(row) if i else dash,
                 "Images/s": phrases.significant(row.images_per_second),
                 "Step": phrases.seconds(row.step_seconds),
                 "Peak memory": phrases.peak_memory(row),
                 "Sets": str(row.sets),
-                "Quality": step.quality if i else dash,
+                "Quality": row.quality if i else dash,
                 f"{found.training_images:,} images": phrases.seconds(found.training_seconds(i)),
-                "Compiling pays off": torch_compile.pays_off(step.compiled, as_step) if step.compiled else dash,
+                "Compiling pays off": torch_compile.pays_off(step.compiled, gain) if step.compiled else dash,
                 "Recommended": "yes" if i == found.count else "",
             }
         )
     return without_constant(rows, {"Compiling pays off": [dash]})
 
 
-def steps_figure(found: Recommendation, said: Finding) -> Figure:
+def steps_figure(found: Recommendation) -> Figure:
     """Speed after each change, beginning where the one before ends; what the search tried where no change is left."""
+    said, context = _of_search(found).headline, phrases.context(found.study)
     if not found.steps:
-        named = [
-            Row(name=found.space.changed(cell), value=ratio.value, low=ratio.low, high=ratio.high)
-            for cell, ratio in _speeds(found)
-        ]
         return forest(
-            [Panel(rows=named, reference=1)],
-            title=said.headline,
-            context=phrases.context(found.study),
+            [Panel(rows=[_bar(found.space.changed(cell), ratio) for cell, ratio in _speeds(found)], reference=1)],
+            title=said,
+            context=context,
             label="speed in the search, relative to the baseline",
             note="What the search tried, by what all its short sets say, with 95 % intervals. None was faster than the "
             "baseline by enough to be measured again.",
         )
     ends = [1.0, *(step.row.ratio.value for step in found.steps)]
     rows = [
-        _bar(f"+ {step.label}", step, start, "" if found.count and i >= found.count else step.verdict)
-        for i, (step, start) in enumerate(zip(found.steps, ends, strict=False))
+        _bar(f"+ {s.label}", s.row.ratio, start, "" if found.count and i >= found.count else s.gain.verdict)
+        for i, (s, start) in enumerate(zip(found.steps, ends, strict=False))
     ]
     if found.count > 1:
-        rows.append(replace(_bar("recommended", found.best, 1.0), colour=style.SOFT))
-    judged = f" Quality of what is recommended: {found.best.quality}." if found.count else ""
+        rows.append(replace(_bar("recommended", found.best.row.ratio, 1.0), colour=style.SOFT))
+    judged = f" Quality of what is recommended: {found.best.row.quality}." if found.count else ""
     return bars(
         [Panel(rows=rows, reference=1)],
-        title=said.headline,
-        context=phrases.context(found.study),
+        title=said,
+        context=context,
         label="speed relative to the baseline",
-        note=f"Measured again after the search, one change more in each row: the bar goes from the speed before to the "
+        note="Measured again after the search, one change more in each row: the bar goes from the speed before to the "
         "speed after, with its 95 % interval over sets. Blue: the change is faster; orange: slower; grey: no "
         f"difference found, or not recommended.{judged}",
     )
 
 
-def _bar(name: str, step: Step, start: float, verdict: str = "") -> Row:
-    ratio, colour = step.row.ratio, figure_ratios.COLOURS.get(verdict, style.OPEN)
-    low, high = ratio.ends
-    text = figure_ratios.numbers(ratio)
-    return Row(name=name, value=ratio.value, low=low, high=high, start=start, colour=colour, text=text)
+def _bar(name: str, ratio: stats.Interval, start: float = 0.0, verdict: str = "") -> Row:
+    colour, text = figure_ratios.COLOURS.get(verdict, style.OPEN), figure_ratios.numbers(ratio)
+    return Row(name=name, value=ratio.value, low=ratio.low, high=ratio.high, start=start, colour=colour, text=text)
 
 
 def tried_table(found: Recommendation) -> Table:
@@ -404,22 +382,20 @@ def write_settings(study: Study) -> Path | None:
 # --- the changes of all questions -------------------------------------------------------------------------------------
 
 
+def single(c: Comparison) -> bool:
+    """Whether a comparison is of one change of a training step, for equal work, whose speed may be claimed."""
+    training = c.role == "candidate" and not (c.loader_alone or c.mechanism_only) and c.config.exchange.enabled
+    return training and WEAK not in c.family
+
+
 def measured(study: Study) -> list[Comparison]:
     """Return the comparisons of single changes of a training step, those with sets, the primary ones first."""
-    found = [
-        c
-        for c in comparisons(study)
-        if c.role == "candidate" and c.sets and c.experiment not in _BESIDE and not c.loader_alone
-        if c.config.workload in (DDPM, OWN) and c.config.exchange.enabled and WEAK not in c.family
-    ]
-    return sorted(found, key=lambda c: not c.primary)
+    found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
+    return sorted((c for c in found if c.config.workload in (DDPM, OWN)), key=lambda c: not c.primary)
 
 
 def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
-    """Return the changes called faster whose quality has one of these verdicts.
-
-    A gain in a number format that is not faster itself is none.
-    """
+    """Return the changes called faster, in a number format that is not slower itself, with one of these verdicts."""
     slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != decisions.FASTER}
     return [
         c
@@ -531,9 +507,10 @@ def changes_table(study: Study) -> Table:
     ]
 
 
-def changes_figure(study: Study, said: Finding) -> Figure:
+def changes_figure(study: Study) -> Figure:
     """Every change of a training step that was measured, each against its own baseline, the fastest first."""
     rows = measured(study)
+    said = _of_changes(study, rows)
     if not rows:
         return style.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})

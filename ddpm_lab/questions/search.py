@@ -57,13 +57,8 @@ def search(
             able.setdefault(name, []).append(value)
     settings = _only(able, only or {}, left_out)
     base = setup.config(**{name: new for values in settings.values() for name, new in values[0].changes.items()})
-    space = Space(
-        baseline=base,
-        settings=settings,
-        guess=_guess(settings, setup),
-        left_out=tuple(left_out.items()),
-        any_batch=any_batch,
-    )
+    told, guess = tuple(left_out.items()), _guess(settings, setup)
+    space = Space(baseline=base, settings=settings, guess=guess, left_out=told, any_batch=any_batch)
     others = tuple((space.changed(cell), config) for cell, config in space.cells.items())[1:]
     if not others:
         raise ConfigError("only leaves one value of every setting: nothing is left to be searched; give more values")
@@ -158,13 +153,14 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
         if config.differences(cells[before]).keys() <= {"loader", "loader_workers"} and not setup.own:
             pair = Family(name=name, baseline=cells[before], baseline_label=START, candidates=((label, config),))
             trials += identity_trials(pair)
+    found = rows[-1][0] if rows else ""
     family = Family(
-        name=", ".join([name, *(label for label, _ in rows[-1:])]),
+        name=f"{name}, {found}" if found else name,
         baseline=space.baseline,
         baseline_label=START,
         candidates=(*rows[-1:], *rows[:-1]),
         together=True,
-        primary=rows[-1][0] if rows else "",
+        primary=found,
     )
     return Experiment(name=RECOMMENDATION, families=(family,), trials=trials, space=space)
 
@@ -197,16 +193,17 @@ def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]
     """Return what each complete set with this baseline found, in the order of measuring."""
     sets: dict[str, list[RunRecord]] = {}
     for r in records:
-        if r.baseline_id == baseline_id and r.role in ("baseline", "twin", "candidate"):
+        if r.baseline_id == baseline_id and r.role in ("baseline", TWIN, "candidate"):
             sets.setdefault(r.set_id, []).append(r)
     found = []
     for members in sets.values():
-        base = next((r for r in members if r.role == "baseline" and r.status == "ok"), None)
+        base = next((r for r in members if (r.role, r.status) == ("baseline", "ok")), None)
         if base is not None and not crowded(members):
-            others = [r for r in members if r.role != "baseline"]
-            failed = {r.status: -math.inf if r.status in LASTING else math.nan for r in others}
-            logs = [set_log_ratio(base, r) if r.status == "ok" else failed[r.status] for r in others]
-            found.append({TWIN if r.role == "twin" else r.run_id: y for r, y in zip(others, logs, strict=True)})
+            logs = {}
+            for r in (r for r in members if r.role != "baseline"):
+                failed = -math.inf if r.status in LASTING else math.nan
+                logs[TWIN if r.role == TWIN else r.run_id] = set_log_ratio(base, r) if r.status == "ok" else failed
+            found.append(logs)
     return found
 
 
@@ -262,15 +259,13 @@ class Belief:
         open_ = [c for c in among if c != start and c not in self.lost and seconds_of(c) <= affordable]
         alone = [c for c in open_ if not self.sets.get(c) and (c == self.space.guess or sum(map(bool, c)) == 1)]
         if alone:  # earlier settings first, which are put first because they gain most
-            alone.sort(key=lambda c: (seconds_of(c), c != self.space.guess, [not value for value in c]))
-            return alone[:AT_ONCE]
+            return sorted(alone, key=lambda c: (seconds_of(c), c != self.space.guess, [not v for v in c]))[:AT_ONCE]
         lead = max([start, *open_], key=self.speed)
         gains = {c: self.expected_gain(c, lead) for c in open_ if c != lead}
         most = max(gains.values(), default=0.0)
         if most <= TOLERANCE and (lead == start or self.sets.get(lead, 0) >= LEAST_SETS):
             return []
-        rivals = [c for c in gains if gains[c] > most / RIVALS]
-        rivals.sort(key=lambda c: -gains[c] / seconds_of(c))
+        rivals = sorted((c for c in gains if gains[c] > most / RIVALS), key=lambda c: -gains[c] / seconds_of(c))
         return [*([lead] if lead != start else []), *rivals][:AT_ONCE]
 
 

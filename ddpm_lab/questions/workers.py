@@ -16,13 +16,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.questions.question import Question
-from ddpm_lab.training.setting import (
-    CPU_PRECISIONS,
-    CUDA_PRECISIONS,
-    Batch,
-    Precisions,
-    Setup,
-)
+from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup
 
 QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")
 
