@@ -42,8 +42,7 @@ def row(c: Comparison, name: str = "") -> Row:
 
 def numbers(ratio: Interval) -> str:
     """Such as "1.62  (1.55–1.69)"."""
-    span = phrases.between(ratio, to=phrases.DASH)
-    return phrases.ratio_of(ratio) + (f"  ({span})" if span else "")
+    return phrases.times(ratio).replace(" (", "  (").replace(" to ", phrases.DASH)
 
 
 def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:

@@ -24,11 +24,10 @@ class Finding:
     """The answer to a question, as every page, notebook, table and command shows it.
 
     ``headline`` is short enough for a title, ``evidence`` one line on what it rests on, and ``notes`` are sentences on
-    what limits it. ``verdict`` is that of the comparison that the headline is about. ``status`` is answered,
-    inconclusive, too few sets, failed, not measured, or not explained. ``sets`` are those behind the comparison; ratio
-    and interval are NaN without one, and so is the interval of the repeated baseline (``noise_low``, ``noise_high``).
-    ``way_out`` is the command that would give an answer where there is none, with its minutes. ``published`` records
-    came with the checkout.
+    what limits it. ``verdict`` is that of the comparison that the headline is about, ``sets`` are those behind it;
+    ratio, interval and that of the repeated baseline (``noise_low``, ``noise_high``) are NaN without one. ``status`` is
+    answered, inconclusive, too few sets, failed, not measured, or not explained. ``way_out`` is the command that would
+    give an answer where there is none, with its minutes. ``published`` records came with the checkout.
     """
 
     experiment: str
@@ -61,10 +60,8 @@ class Finding:
     @property
     def speed(self) -> str:
         """Ratio, interval and sets, such as "1.62 (1.55 to 1.69), 6 sets"; a dash where nothing was compared."""
-        if not self.sets:
-            return phrases.DASH
         ratio = Interval(value=self.ratio, low=self.low, high=self.high)
-        return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}"
+        return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}" if self.sets else phrases.DASH
 
 
 def plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
@@ -129,10 +126,10 @@ def compared(
     if not candidates:
         return _nothing_to_compare(study, rows, others, every)
     lead = sentences.lead(candidates)
-    harmed = [_named(r, rows) for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
-    worse = f"Worse in quality: {phrases.joined(harmed)}." if harmed else ""
+    harmed = [(_named(r, rows), "") for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
+    notes = (*own(lead), _listed("Worse in quality", harmed), *every)
     way_out = sentences.way_out(lead, own_images=study.own_images)
-    return replace(about(study, lead, sentences.headline(lead), *own(lead), worse, *every), way_out=way_out)
+    return replace(about(study, lead, sentences.headline(lead), *notes), way_out=way_out)
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
@@ -151,49 +148,41 @@ def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
 
 def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
     """What every comparison is shown with: what failed or was left out, faults of training, and the machine."""
-    machine = (machine_state.unknown(study), *machine_state.warnings(study))
-    return (*left_over(rows), trained.unsound(study), untrained(study), lost(study, rows), *machine)
-
-
-def left_over(rows: Sequence[Comparison]) -> tuple[str, str, str]:
-    """Name the configurations without a speed, and why: those that failed, were left out, or have none to claim."""
     lacking = [r for r in rows if r.role != "twin" and not r.sets and not r.mechanism_only]
-    mechanism = [(r.label, "") for r in rows if r.mechanism_only and r.role != "twin"]
-    failed = [(_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND]
-    left_out = [(_named(r, rows), r.reason) for r in lacking if r.status == "left out"]
+    have = {r.run_id for r in rows if r.sets}
+    lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
     return (
-        _listed("Failed", failed),
-        _listed("Left out", left_out),
-        _listed(MECHANISM_ONLY.capitalize(), mechanism),
+        _listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
+        _listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
+        _listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
+        trained.unsound(study),
+        untrained(study),
+        _listed(
+            f"Lost in {phrases.plural(len({r.set_id for r in lost}), 'set')}",
+            ((r.label, phrases.failed(r.status, r.reason)) for r in lost),
+        ),
+        machine_state.unknown(study),
+        *machine_state.warnings(study),
     )
 
 
 def untrained(study: Study) -> str:
     """Name the configurations that were not trained for quality as often as was planned, and why."""
-    notes = [r for r in study.records if r.role == "note" and r.config.purpose == "quality"]
-    lacking = [
+    lacking = (
         r
-        for r in notes
+        for r in study.records
+        if r.role == "note" and r.config.purpose == "quality"
         if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
-    ]
+    )
     return _listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
-
-
-def lost(study: Study, rows: Sequence[Comparison]) -> str:
-    """Name the configurations that failed in some sets beside those that they were measured in, and why."""
-    have = {r.run_id for r in rows if r.sets}
-    failed = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
-    sets = phrases.plural(len({r.set_id for r in failed}), "set")
-    return _listed(f"Lost in {sets}", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))
 
 
 def _nothing_to_compare(
     study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], notes: Sequence[str]
 ) -> Finding:
     """The finding of a study none of whose candidates has a speed: why, and what would give one."""
-    bases = [r for r in rows if r.role == "baseline"]
+    bases, hidden = [r for r in rows if r.role == "baseline"], [r for r in others if r.mechanism_only]
     failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
-    hidden = [r for r in others if r.mechanism_only]
     unusable = [r for r in bases if not r.sets and not r.mechanism_only]
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
     status, about = FAILED, None
@@ -232,10 +221,9 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
     if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
-    command = f"ddpm-lab run {study.experiment} --seeds 8"
-    last = study.records[-1]
-    if last.config.is_own:
-        offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
-        give = "" if "held_out_loss" in offers else "a held_out_loss and then "
-        return f"{give}{command} --workload {last.config.work_name}"
-    return f"{command}{' --data DATA' * study.own_images}"
+    command, config = f"ddpm-lab run {study.experiment} --seeds 8", study.records[-1].config
+    if not config.is_own:
+        return f"{command}{' --data DATA' * study.own_images}"
+    offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
+    give = "" if "held_out_loss" in offers else "a held_out_loss and then "
+    return f"{give}{command} --workload {config.work_name}"

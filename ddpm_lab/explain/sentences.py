@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 
@@ -54,16 +53,14 @@ def with_cores(row: Comparison) -> str:
 
 
 def _subjects(row: Comparison) -> tuple[str, str]:
-    weak = WEAK in row.family
-    forms = (
-        ("{label}, each with its batch,", "{base}") if weak else _SUBJECTS.get(row.experiment, ("{label}", "{base}"))
-    )
+    subject, other = _SUBJECTS.get(row.experiment, ("{label}", "{base}"))
     if row.loader_alone:
-        forms = ("the loader alone with {label}", "with {base}")
-    names = {"label": row.label, "base": row.baseline_label, "batch": row.batch, "precision": row.config.precision}
-    if row.config.is_own:
-        names["precision"] = ""
-    return tuple(" ".join(form.format(**names).split()) for form in forms)  # type: ignore[return-value]
+        subject, other = "the loader alone with {label}", "with {base}"
+    elif WEAK in row.family:
+        subject, other = "{label}, each with its batch,", "{base}"
+    precision = "" if row.config.is_own else row.config.precision
+    names = {"label": row.label, "base": row.baseline_label, "batch": row.batch, "precision": precision}
+    return " ".join(subject.format(**names).split()), " ".join(other.format(**names).split())
 
 
 def _is(row: Comparison) -> str:
@@ -80,9 +77,8 @@ def evidence(row: Comparison) -> str:
     if not row.ratio.exists:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
-    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}"
-    text += noise(row)
-    text += f"; resolves {phrases.share(row.resolves)}" if not row.resolved and math.isfinite(row.resolves) else ""
+    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}{noise(row)}"
+    text += "" if row.resolved else f"; resolves {phrases.share(row.resolves)}"
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 
