@@ -67,56 +67,40 @@ def legend_of(figure: Figure) -> list[str]:
 def check_rows(ax: Axes, rows: Sequence[Row]) -> None:
     """Fail unless every interval is in its row, from its low to its high end, and nowhere else."""
     places = dict(zip(style.centres(rows), rows, strict=True))
-    expected = {y: (row.low, row.high) for y, row in places.items() if not math.isnan(row.low)}
-    assert intervals(ax) == expected
+    assert intervals(ax) == {y: (row.low, row.high) for y, row in places.items() if not math.isnan(row.low)}
 
 
-def check_forest(figure: Figure) -> None:
-    (ax,) = figure.axes
+def check_forest(ax: Axes) -> None:
     check_rows(ax, ROWS)
     assert points(ax) == [(row.value, y) for y, row in zip(style.centres(ROWS), ROWS, strict=True) if row.value > 0]
     assert spans(ax) == [PANEL.band]
     (dots,) = [line for line in drawn_lines(ax) if len(np.asarray(line.get_xdata())) == 3]
     assert np.asarray(dots.get_xdata()).tolist() == [1.45, 1.5, 1.55]
+    found = [line.get_color() for line in drawn_lines(ax) if line.get_marker() == "o" and line.get_alpha() is None]
+    assert found == [style.GOOD, style.BAD, style.OPEN]
     low, high = ax.get_xlim()
     assert low < 0.7
     assert high > 1.6
 
 
-def drawn() -> Figure:
-    return forest([PANEL], **TEXT)
+def line_of(ax: Axes, *ends: float) -> Line2D:
+    return next(line for line in drawn_lines(ax) if np.asarray(line.get_xdata()).tolist() == [*ends])
 
 
-def test_points_intervals_dots_and_band_are_where_the_numbers_are() -> None:
-    check_forest(drawn())
+PLANTS: dict[str, Callable[[Axes], object]] = {
+    "an interval is shifted": lambda ax: line_of(ax, 1.4, 1.6).set_xdata([1.4, 1.1 * 1.6]),
+    "the band is shifted": lambda ax: next(p for p in ax.patches if isinstance(p, Rectangle)).set_x(0.9 * 0.97),
+    "an interval is lost": lambda ax: line_of(ax, 0.7, 0.9).remove(),
+}
 
 
-def shift_interval(ax: Axes) -> None:
-    line = next(line for line in drawn_lines(ax) if np.asarray(line.get_xdata()).tolist() == [1.4, 1.6])
-    line.set_xdata([1.4, 1.1 * 1.6])
-
-
-def shift_band(ax: Axes) -> None:
-    band = next(p for p in ax.patches if isinstance(p, Rectangle))
-    band.set_x(0.9 * 0.97)
-
-
-def lose_interval(ax: Axes) -> None:
-    next(line for line in drawn_lines(ax) if np.asarray(line.get_xdata()).tolist() == [0.7, 0.9]).remove()
-
-
-@pytest.mark.parametrize("plant", [shift_interval, shift_band, lose_interval])
-def test_a_planted_fault_is_found(plant: Callable[[Axes], None]) -> None:
-    figure = drawn()
-    plant(figure.axes[0])
-    with pytest.raises(AssertionError):
-        check_forest(figure)
-
-
-def test_colours_say_what_was_found() -> None:
-    (ax,) = drawn().axes
-    found = [line.get_color() for line in drawn_lines(ax) if line.get_marker() == "o" and line.get_alpha() is None]
-    assert found == [style.GOOD, style.BAD, style.OPEN]
+def test_points_intervals_dots_and_band_are_where_the_numbers_are_and_a_planted_fault_is_found() -> None:
+    check_forest(forest([PANEL], **TEXT).axes[0])
+    for plant in PLANTS.values():
+        (ax,) = forest([PANEL], **TEXT).axes
+        plant(ax)
+        with pytest.raises(AssertionError):
+            check_forest(ax)
 
 
 def test_an_absurd_interval_ends_with_an_arrow_and_leaves_the_others_readable() -> None:

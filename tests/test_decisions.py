@@ -20,14 +20,16 @@ def word(logs: object, level: float = 0.035) -> str:
 
 
 def test_the_first_word_that_holds() -> None:
-    assert word(ROUND[:4] / 10) == decisions.SAME
-    assert word(ROUND[:4]) == decisions.SAME
-    assert word(ROUND[:4] * 3) == decisions.INCONCLUSIVE
-    assert word(0.5 + ROUND[:4]) == decisions.FASTER
-    assert word(-0.5 + ROUND[:4]) == decisions.SLOWER
-    assert word(0.01 + ROUND[:4] / 10) == decisions.FASTER, "a difference below the resolution is one too"
-    assert word(0.5 + ROUND[:3]) == decisions.TOO_FEW
-    assert word([]) == decisions.TOO_FEW
+    for logs, expected in (
+        (ROUND[:4], decisions.SAME),
+        (ROUND[:4] * 3, decisions.INCONCLUSIVE),
+        (0.5 + ROUND[:4], decisions.FASTER),
+        (-0.5 + ROUND[:4], decisions.SLOWER),
+        (0.01 + ROUND[:4] / 10, decisions.FASTER),  # a difference below the resolution is one too
+        (0.5 + ROUND[:3], decisions.TOO_FEW),
+        ([], decisions.TOO_FEW),
+    ):
+        assert word(logs) == expected
 
 
 def test_an_adjusted_p_withholds_a_call_and_an_answer_of_same_needs_none() -> None:
@@ -65,21 +67,15 @@ def test_comparisons_given_together_are_corrected_for_each_other_but_not_for_tho
     logs = 0.034 + 3 * ROUND
     few = np.where(np.arange(8) < 3, 0.001 * ROUND + 0.5, math.nan)
     p = stats.estimate(logs).p
-    alone, among = decisions.decided([logs], [8])[0], decisions.decided([logs, 9 * ROUND], [8])[0]
-    assert alone.p == pytest.approx(p)
-    assert among.p == pytest.approx(2 * p)
-    assert (alone.word, among.word) == (decisions.FASTER, decisions.INCONCLUSIVE)
-    beside, short = decisions.decided([logs, few], [8])
-    assert beside.p == pytest.approx(p)
-    assert short.word == decisions.TOO_FEW
+    (alone,), (among, _), (beside, short) = (decisions.decided([logs, *o], [8]) for o in ((), (9 * ROUND,), (few,)))
+    assert [d.p for d in (alone, among, beside)] == pytest.approx([p, 2 * p, p])
+    assert (alone.word, among.word, short.word) == (decisions.FASTER, decisions.INCONCLUSIVE, decisions.TOO_FEW)
 
 
 @given(st.floats(-0.5, 0.5), st.floats(1e-4, 0.3))
 def test_an_interval_answers_what_it_resolves_wherever_it_lies(middle: float, half: float) -> None:
-    size = decisions.resolves(half)
-    excludes = abs(middle) > half
-    within = abs(middle) + half <= math.log1p(size) * (1 + 1e-12)
-    assert excludes or within
+    within = abs(middle) + half <= math.log1p(decisions.resolves(half)) * (1 + 1e-12)
+    assert abs(middle) > half or within
 
 
 def test_sets_that_resolve_an_effect_are_the_fewest_that_do() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import signal
 from scipy import stats as scipy_stats
 
 from ddpm_lab.explain import stats
@@ -22,37 +23,21 @@ FINITE = st.floats(min_value=0.2, max_value=5.0)
 
 def simulated(rng: np.random.Generator, sets: int, turns: int, ratio: float) -> tuple[stats.Array, stats.Array]:
     """Seconds per image of two configurations: shared drift with autocorrelation, own noise by set and by window."""
-    drift = np.zeros(sets * turns)
-    shocks = rng.normal(0, 0.05, sets * turns)
-    for i in range(1, sets * turns):
-        drift[i] = 0.95 * drift[i - 1] + shocks[i]
-    shared = drift.reshape(sets, turns)
+    shared = signal.lfilter([1.0], [1.0, -0.95], rng.normal(0, 0.05, sets * turns)).reshape(sets, turns)
     base = 0.01 * np.exp(shared + rng.normal(0, 0.02, (sets, turns)))
     own = rng.normal(0, 0.03, (sets, 1))
-    other = 0.01 / ratio * np.exp(shared + own + rng.normal(0, 0.02, (sets, turns)))
-    return base, other
+    return base, 0.01 / ratio * np.exp(shared + own + rng.normal(0, 0.02, (sets, turns)))
 
 
 @pytest.mark.parametrize("sets", [6, 12])
-def test_interval_covers_the_planted_ratio(sets: int) -> None:
+def test_the_interval_covers_the_planted_ratio_and_one_over_pooled_turns_would_not(sets: int) -> None:
+    """Turns counted as repeats are the fault that the unit of a set avoids."""
     rng = np.random.default_rng(sets)
-    runs = 4000
-    covered = 0
-    for _ in range(runs):
-        estimate = stats.estimate(set_log_ratios(*simulated(rng, sets, 6, 1.03)))
-        covered += estimate.low <= 1.03 <= estimate.high
-    assert 0.93 <= covered / runs <= 0.97
-
-
-def test_interval_over_pooled_turns_would_not_cover() -> None:
-    """The fault that the unit of a set avoids: turns counted as repeats."""
-    rng = np.random.default_rng(1)
-    covered = 0
-    for _ in range(500):
-        base, other = simulated(rng, 6, 6, 1.03)
-        estimate = stats.estimate(np.log(base / other).ravel())
-        covered += estimate.low <= 1.03 <= estimate.high
-    assert covered / 500 < 0.85
+    drawn = [simulated(rng, sets, 6, 1.03) for _ in range(1500)]
+    covered = np.mean([stats.estimate(set_log_ratios(*sides)).contains(1.03) for sides in drawn])
+    pooled = np.mean([stats.estimate(np.log(base / other).ravel()).contains(1.03) for base, other in drawn[:500]])
+    assert pooled < 0.85
+    assert 0.93 <= covered <= 0.97
 
 
 def test_estimate_equals_scipy() -> None:
@@ -86,9 +71,8 @@ def test_holm_by_hand() -> None:
 def test_one_set_has_a_ratio_and_no_interval_and_equal_ones_no_doubt() -> None:
     estimate = stats.estimate([math.log(1.5)])
     assert estimate.value == pytest.approx(1.5)
-    assert math.isnan(estimate.low)
-    assert math.isnan(estimate.p)
-    assert math.isnan(stats.estimate([]).value)
+    assert np.isnan([estimate.low, estimate.p, stats.estimate([]).value]).all()
+    assert estimate.half_width == math.inf
     assert (stats.estimate([0.5] * 6).p, stats.estimate([0.0] * 6).p) == (0.0, 1.0)
     assert stats.geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
 
@@ -114,15 +98,12 @@ def test_the_interval_of_a_quotient_covers_it() -> None:
     rng = np.random.default_rng(0)
     for few, many, spread in ((2, 6, 0.05), (3, 6, 0.05), (3, 12, 0.02), (3, 12, 0.1)):
         hits = 0
-        for _ in range(1500):
+        for _ in range(1000):
             a = stats.estimate(np.log(30) + rng.normal(0, spread, few))
             b = stats.estimate(np.log(0.02) + rng.normal(0, 0.05, many))
             low, high = stats.quotient_interval((a.value, a.low, a.high), (b.value, b.low, b.high))
             hits += low <= 1500 <= high
-        assert 0.93 <= hits / 1500 <= 0.985, (few, many, spread)
-
-
-# --- the spread of other comparisons ---------------------------------------------------------------------------------
+        assert 0.93 <= hits / 1000 <= 0.985, (few, many, spread)
 
 
 def test_the_posterior_variance_by_hand() -> None:
@@ -138,14 +119,10 @@ def test_a_steadied_estimate_has_the_degrees_of_freedom_of_both() -> None:
     logs = np.array([0.02, 0.05, -0.01, 0.04])
     plain, found = stats.estimate(logs), stats.estimate(logs, stats.Spread(variance=4e-4, df=4.0))
     assert plain == stats.estimate([*logs, math.nan])
-    assert (plain.value, plain.low, plain.high, plain.p, plain.sets) == pytest.approx(
-        [getattr(stats.estimate(logs), name) for name in ("value", "low", "high", "p", "sets")]
-    )
     variance = (4 * 4e-4 + 3 * logs.var(ddof=1)) / 7
     assert (found.df, found.standard_error) == pytest.approx((7.0, math.sqrt(variance / 4)))
     assert found.half_width == pytest.approx(scipy_stats.t.ppf(0.975, 7) * found.standard_error)
     assert found.p == pytest.approx(2 * scipy_stats.t.sf(logs.mean() / found.standard_error, 7))
-    assert stats.estimate([0.1]).half_width == math.inf
 
 
 def test_the_prior_of_a_planted_population_comes_back() -> None:
