@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import records as make
 from cells import column
-from peer_records import FAMILY, OWN, WHOLE, against, machine, study
+from peer_records import WHOLE, against, machine, study
 from test_charts import boxes
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.record import RunRecord
 
 
 def test_the_roofline_of_a_known_machine() -> None:
@@ -39,25 +35,6 @@ def test_the_roofline_of_a_known_machine() -> None:
     work = [1e3 * p.seconds for p in line.parts]
     needed = [1e3 * p.seconds for p in line.parts if p.kind in (*limits.NEEDED, limits.OPTIMIZER)]
     assert lengths == pytest.approx([1e3 * line.measured_seconds, *work, *needed])
-
-
-def test_a_profile_of_the_trainer_splits_its_time() -> None:
-    def profiled(config: RunConfig) -> RunRecord:
-        record = make.profile(dataclasses.replace(config, purpose="profile"))
-        return dataclasses.replace(record, experiment="peers", family=FAMILY)
-
-    both = study(*against(), *machine(), profiled(OWN))
-    line = limits.roofline(both, peers.this_trainer(both))
-    assert line is not None
-    assert line.shares["convolution"] == pytest.approx(12 / 19.5)
-    assert sum(line.shares.values()) == pytest.approx(1)
-    frame = {r["Operator"]: r["Time in a profile"] for r in limits.table(both, peers.this_trainer(both))}
-    assert (frame["convolution"], frame["measured"]) == ("62 %", "")
-    elsewhere = limits.roofline(
-        study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8))), peers.this_trainer(both)
-    )
-    assert elsewhere is not None
-    assert elsewhere.shares == {}
 
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:

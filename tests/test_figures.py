@@ -242,15 +242,6 @@ def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling
     assert multi_gpu.by_batch(scaled(64)) is None
 
 
-def test_hosts_are_named_where_there_are_several() -> None:
-    tried = {"4 GPUs": (replace(ONE, world_size=4), 3.4), "8 GPUs": (replace(ONE, world_size=8, nodes=2), 6.3)}
-    study = make.study(make.on(make.GPUS, make.sets(tried, baseline=ONE, experiment="multi_gpu", primary="8 GPUs")))
-    figure = multi_gpu.by_ranks(study)
-    assert figure is not None
-    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1", "4", "8\n2 hosts"]
-    assert "good scaling on several nodes" in answer(study).finding.notes[0]
-
-
 # --- a step and its phases ---
 
 
@@ -270,20 +261,6 @@ def test_what_runs_beside_the_phases_is_as_long_as_it_took_and_ends_with_backwar
     ax = drawn("budget, a GPU")[""].axes[0]
     bars = dict(zip(names(ax), ax.patches, strict=True))
     assert bars["loading, beside computing"].get_facecolor() == bars["waiting for data"].get_facecolor()
-
-
-def test_operators_are_named_and_counted() -> None:
-    record = make.profile(RunConfig(purpose="profile"))
-    assert record.profile is not None
-    name = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
-    kernel = f"void at::native::vectorized_{'x' * 60}<float>, std::array<char*, 3>>"
-    more = [{"name": n, "calls": 4.0, "self_cpu_seconds": 1.0, "self_device_seconds": 0.0} for n in (name, kernel)]
-    record.profile["operators"] += more
-    shown = ["".join(t.get_text().split("\n")) for t in texts(answer(make.study([record])).figure())]
-    assert name in shown
-    (short,) = [word for word in shown if word.startswith("void at::")]
-    assert short.endswith(", 3>>"), "of a kernel, which is longer than two lines, both ends"
-    assert any(word.endswith("%, 1 call a step") for word in shown)
 
 
 # --- compiling and the machine ---

@@ -9,7 +9,6 @@ import claimed
 import peer_records
 import pytest
 import records as make
-from cells import column
 from drawn_studies import STUDIES
 from scaled_records import all_reduces
 
@@ -65,6 +64,7 @@ def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest
     show.table(answer(study))
     shown = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
     known = Path(__file__).parent / "data" / "findings" / f"{name}.txt"
+    assert "nan" not in shown
     if request.config.getoption("--update-golden"):
         known.parent.mkdir(exist_ok=True)
         known.write_text(shown)
@@ -94,34 +94,33 @@ def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: in
 
 
 def test_a_finding_holds_what_it_rests_on() -> None:
-    found = answer(amp()).finding
+    found = answer(replace(amp(), published=True)).finding
     (row,) = rows(amp())
     assert (found.ratio, found.low, found.high) == (row.ratio.value, *row.ratio.ends)
     assert (found.noise_low, found.noise_high) == row.noise.ends
     assert (found.hardware, found.date, found.quality) == (amp().hardware, "2026-01-03", "quality not measured")
-    for part in (found.headline, found.evidence, *found.notes, found.hardware, found.date, found.quality):
-        assert part in found.claim
-    assert "not measured here" in answer(replace(amp(), published=True)).finding.claim
+    parts = (found.headline, found.evidence, *found.notes, found.hardware, found.date, found.quality)
+    assert all(part in found.claim for part in (*parts, "not measured here"))
 
 
-def failed(role: str = "candidate", config: RunConfig = BF16, **values: Any) -> RunRecord:
-    reason = {"status": "crashed", "reason": "rank 0 was ended by signal 9"}
+def failed(role: str, config: RunConfig = BF16, **values: Any) -> RunRecord:
+    reason = {"status": "crashed", "reason": "the reason"}
     return make.record(config, role=role, label="bf16", baseline_id=RunConfig().run_id, **reason | values)
 
 
 @pytest.mark.parametrize(
-    ("study", "note"),
+    "records",
     [
-        (make.study(make.sets({}, failures={"fp16": (BF16, "oom", "90 GiB")})), "90 GiB"),
-        (make.study([failed("baseline", RunConfig()), failed()]), "signal 9"),
-        (make.study([failed("cold", RunConfig(compile="whole"), reason="apt install g++")]), "apt install g++"),
-        (make.study([failed("profile", experiment="profile")]), "signal 9"),
+        make.sets({}, failures={"fp16": (BF16, "oom", "the reason")}),
+        [failed("baseline", RunConfig()), failed("candidate")],
+        [failed("cold", RunConfig(compile="whole"))],
+        [failed("profile", experiment="profile")],
     ],
 )
-def test_a_failure_is_told_with_its_reason(study: Study, note: str) -> None:
-    found = answer(study).finding
+def test_a_failure_is_told_with_its_reason(records: list[RunRecord]) -> None:
+    found = answer(make.study(records)).finding
     assert found.status == findings.FAILED
-    assert any(note in each for each in found.notes)
+    assert any("the reason" in note for note in found.notes)
 
 
 def test_what_failed_beside_what_was_measured_is_told() -> None:
@@ -133,7 +132,7 @@ def test_what_failed_beside_what_was_measured_is_told() -> None:
 
 
 def test_an_empty_ledger_names_the_command() -> None:
-    nothing = answer(replace(amp(), records=())).finding
+    nothing = answer(STUDIES["nothing"]()).finding
     assert nothing.status == "not measured"
     assert "ddpm-lab run amp" in nothing.claim
 
@@ -156,23 +155,12 @@ def test_what_needs_more_cores_than_were_free_says_so() -> None:
     assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu")
 
 
-def test_of_workers_the_answer_is_about_training_and_not_the_loader_alone() -> None:
-    assert answer(STUDIES["loader"]()).finding.ratio == pytest.approx(1.5, rel=0.02)
-
-
 def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
     study = STUDIES["two families, learned"]()
     fast = make.sets({"compiled": (RunConfig(compile="whole"), 2.0)}, experiment="multi_gpu")
     found = answer(replace(study, records=(*fast, *(replace(r, primary=False) for r in study.records)))).finding
     assert any("2 ranks of batch 32" in note for note in found.notes)
     assert not any("2 ranks of batch 16" in note for note in found.notes)
-
-
-def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
-    shown = answer(amp(failures={"fp16": (RunConfig(seed=9), "oom", "no room")})).table()
-    assert column(shown, "Configuration") == ["fp32 (baseline)", "fp32 again, repeated", "bf16", "fp16"]
-    assert "no room" in plain(shown)
-    assert "nan" not in plain(shown) + plain(answer(STUDIES["compiled, costs"]()).table())
 
 
 def test_numbers_in_words() -> None:
@@ -210,13 +198,6 @@ def test_a_headline_says_how_much_faster_or_slower() -> None:
     assert "(3)" in sentences.headline(row(1.6, count=3))
     found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
     assert answer(make.study(found)).finding.headline.startswith("mine is"), "as its owner wrote it"
-
-
-@pytest.mark.parametrize("values", [{}, {"ratio": 1.0}, {"ratio": 1.0, "set_noise": 0.1}, {"count": 1}])
-def test_a_headline_has_at_most_fifteen_words(values: dict[str, Any]) -> None:
-    for experiment in ("multi_gpu", "workers", "torch_compile", "exchange", "batch_size"):
-        found = row(**{"ratio": 1.5, "label": "x", "baseline_label": "y", "experiment": experiment, **values})
-        assert len([word for word in sentences.headline(found).split() if word != "%"]) <= 17
 
 
 def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_is_one() -> None:

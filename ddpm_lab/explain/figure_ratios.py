@@ -11,11 +11,10 @@ from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, families
+from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import LOST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,9 +62,9 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         shown = [c for c in shown if c.role != "twin"] or shown
         if shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
-    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {_left_out(study, every)}"
+    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)}"
     if not panels:
-        return style.message(found.headline, phrases.context(study), f"{found.claim} {_left_out(study, every)}")
+        return style.message(found.headline, phrases.context(study), found.claim)
     bases = {c.baseline_label for c in every}
     return forest(
         panels,
@@ -74,20 +73,6 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         note=f"{note} {phrases.begun(sentences.quality(every))}.",
         label=f"speed relative to {bases.pop() if len(bases) == 1 else 'the baseline'} (above 1 is faster)",
     )
-
-
-def _left_out(study: Study, rows: Sequence[Comparison]) -> str:
-    """What has no row, by reason."""
-    reasons: dict[str, dict[str, None]] = {}
-    for c in rows:
-        if c.role == "note" and not c.sets:
-            reasons.setdefault(phrases.failure(c), {})[c.label] = None
-    for r in study.records:
-        if r.role != "twin" and not r.family.endswith(LOST) and (r.mechanism_only or not r.config.exchange.enabled):
-            reason = MECHANISM_ONLY if r.mechanism_only else ""
-            reasons.setdefault(reason, {})[r.label] = None
-    told = [phrases.joined(list(labels)) + (f" ({reason})" if reason else "") for reason, labels in reasons.items()]
-    return f"Not shown: {'; '.join(told)}." if told else ""
 
 
 def times(study: Study) -> Figure | None:

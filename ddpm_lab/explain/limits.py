@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.explain import operators, phrases
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.table import Table
@@ -44,17 +44,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Peaks of the machine (per second), the parts of a step, and what an image really takes.
-
-    ``shares`` are those of each kind of work in the time of a step's operators, from a profile; empty without one.
-    """
+    """Peaks of the machine (per second), the parts of a step, and what an image really takes."""
 
     precision: str
     flops: float
     bandwidth: float
     parts: tuple[Part, ...]
     measured_seconds: float
-    shares: Mapping[str, float]
 
     @property
     def eager_seconds(self) -> float:
@@ -100,30 +96,8 @@ def roofline(study: Study, own: Comparison | None) -> Roofline | None:
         bandwidth=bandwidth,
         parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
         measured_seconds=own.step_seconds / own.batch,
-        shares=_shares(study, own.config),
     )
     return line if line.flop_share <= 1 else None
-
-
-_KINDS = {
-    "convolution": "convolution",
-    "matrix product, attention": "matrix product",
-    "normalisation": "normalisation",
-    "element-wise, sums": "element-wise",
-    "optimizer and averaging": OPTIMIZER,
-}
-"""Kinds of work by the classes of a profile's operators; any other is the rest."""
-
-
-def _shares(study: Study, config: RunConfig) -> dict[str, float]:
-    """What each kind of work took of the operators' time when ``config`` was profiled last; empty if it never was."""
-    mine = [r for r in study.records if replace(r.config, purpose=config.purpose).run_id == config.run_id]
-    record = operators.latest_profile(mine)
-    found: dict[str, float] = {}
-    for row in operators.classes(record) if record else ():
-        kind = _KINDS.get(row.name, "rest")
-        found[kind] = found.get(kind, 0.0) + row.share
-    return found
 
 
 def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
@@ -198,7 +172,6 @@ def table(study: Study, own: Comparison | None) -> Table:
             "MB/image": f"{part.bytes / 1e6:.1f}",
             "At peak": phrases.seconds(part.seconds),
             "Bound by": part.bound,
-            "Time in a profile": f"{100 * line.shares.get(part.kind, 0.0):.0f} %",
         }
         for part in line.parts
     ]
@@ -208,4 +181,4 @@ def table(study: Study, own: Comparison | None) -> Table:
         ("measured", line.measured_seconds),
     ):
         rows.append({**dict.fromkeys(rows[0], ""), "Operator": name, "At peak": phrases.seconds(value)})
-    return rows if line.shares else [{k: v for k, v in row.items() if k != "Time in a profile"} for row in rows]
+    return rows
