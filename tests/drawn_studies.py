@@ -10,7 +10,7 @@ import records as make
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LEVERS, LOST, WEAK, scaled
+from ddpm_lab.plan import LEVERS, LOST, WEAK
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -119,17 +119,6 @@ def trained() -> Study:
     return replace(timed, trials=tuple(make.trials(losses, seeds=8)))
 
 
-def learned() -> Study:
-    """Batches of two sizes, one of them with a scaled learning rate too, with speeds and trials; long names."""
-    base = RunConfig(global_batch_size=8)
-    sizes = {f"batch {n}": replace(base, global_batch_size=n) for n in (16, 32)}
-    speeds = {name: (config, 1 + i) for i, (name, config) in enumerate(sizes.items(), 1)}
-    losses = {name: (config, 0.005 * i) for i, (name, config) in enumerate(sizes.items(), 1)}
-    losses["batch 16, scaled learning rate"] = (scaled(sizes["batch 16"], base), 0.001)
-    timed = make.sets(speeds, baseline=base, baseline_label="batch 8", experiment="batch_size")
-    return replace(make.study(timed), trials=tuple(make.trials(losses, baseline=base)))
-
-
 def two_families() -> Study:
     """A question with trials in two families, one verdict that is worse."""
     found, trials = [], []
@@ -186,7 +175,6 @@ STUDIES: dict[str, Callable[[], Study]] = {
         planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "joined kernels": 0.9, "batch 16": 0.9})
     ),
     "quality": trained,
-    "batches, learned": learned,
     "two families, learned": two_families,
     "levers, learned": levers,
     "quality, with samples": with_samples,

@@ -108,7 +108,7 @@ def test_the_prior_of_a_planted_population_comes_back() -> None:
     """Variances drawn as s0^2 d0 / chi2(d0), with 3 to 11 degrees of freedom of their own, and equal ones."""
     rng = np.random.default_rng(0)
     differing = [np.sqrt(4e-4 * 3 / rng.chisquare(3)) * rng.normal(size=n) for n in rng.integers(4, 13, 4000)]
-    for drawn, df in ((differing, 3), (0.02 * rng.normal(size=(400, 6)), stats.MOST_PRIOR_DF)):
+    for drawn, df in ((differing, 3), ([*0.02 * rng.normal(size=(400, 6))], stats.MOST_PRIOR_DF)):
         found = stats.spread_of(drawn)
         assert found is not None
         assert (found.df, found.variance) == (pytest.approx(df, rel=0.1), pytest.approx(4e-4, rel=0.1))
