@@ -73,13 +73,6 @@ def test_the_trace_is_compared_share_by_share() -> None:
     assert of(record).trace_difference == pytest.approx(0, abs=1e-9), "the trace has the wait in backward"
 
 
-def test_what_ran_beside_the_phases_is_kept() -> None:
-    spans = {"communication": {"seconds": 0.004, "overlapped_seconds": 0.003}}
-    found = taken(SLOW, spans=spans, helpers_cpu_seconds=0.02, host_ahead_seconds=0.008, host_phases=SLOW)
-    assert found.beside == {"communication": (0.004, 0.003), bd.WORKERS: (0.02, 0.02)}
-    assert (found.on_device, found.ahead_seconds) == (True, 0.008)
-
-
 def test_names_that_mean_the_same_are_one_and_unknown_ones_are_shown() -> None:
     line = taken({"all-reduce": 2.0, "communication": 1.0, "augmentation": 7.0}).running
     assert line.phases == pytest.approx({"communication": 0.003, "augmentation": 0.007})
