@@ -11,10 +11,11 @@ from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
-from ddpm_lab.explain.comparisons import Comparison, comparisons, families
-from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, families
+from ddpm_lab.explain.findings import Finding, listed
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.plan import LOST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,9 +63,16 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         shown = [c for c in shown if c.role != "twin"] or shown
         if shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
-    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)}"
+    hidden = [(c.label, phrases.failure(c)) for c in every if c.role == "note" and not c.sets]
+    hidden += [
+        (r.label, MECHANISM_ONLY if r.mechanism_only else "")
+        for r in study.records
+        if r.role != "twin" and not r.family.endswith(LOST) and (r.mechanism_only or not r.config.exchange.enabled)
+    ]
+    left_out = listed("Not shown", hidden)
     if not panels:
-        return style.message(found.headline, phrases.context(study), found.claim)
+        return style.message(found.headline, phrases.context(study), f"{found.claim} {left_out}")
+    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {left_out}"
     bases = {c.baseline_label for c in every}
     return forest(
         panels,

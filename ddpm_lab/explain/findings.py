@@ -127,7 +127,7 @@ def compared(
         return _nothing_to_compare(study, rows, others, every)
     lead = sentences.lead(candidates)
     harmed = [(_named(r, rows), "") for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
-    notes = (*own(lead), _listed("Worse in quality", harmed), *every)
+    notes = (*own(lead), listed("Worse in quality", harmed), *every)
     way_out = sentences.way_out(lead, own_images=study.own_images)
     return replace(about(study, lead, sentences.headline(lead), *notes), way_out=way_out)
 
@@ -137,7 +137,7 @@ def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
     return f"{row.label} of {row.family}" if len({r.family for r in rows}) > 1 else row.label
 
 
-def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
+def listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
     """Such as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without ``items`` (name, reason)."""
     by_reason: dict[str, list[str]] = {}
     for name, why in dict.fromkeys(items):
@@ -152,12 +152,12 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
     have = {r.run_id for r in rows if r.sets}
     lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
     return (
-        _listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
-        _listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
-        _listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
+        listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
+        listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
+        listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
         trained.unsound(study),
         untrained(study),
-        _listed(
+        listed(
             f"Lost in {phrases.plural(len({r.set_id for r in lost}), 'set')}",
             ((r.label, phrases.failed(r.status, r.reason)) for r in lost),
         ),
@@ -174,7 +174,7 @@ def untrained(study: Study) -> str:
         if r.role == "note" and r.config.purpose == "quality"
         if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
     )
-    return _listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
+    return listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
 
 
 def _nothing_to_compare(
