@@ -252,6 +252,16 @@ def test_what_runs_beside_the_phases_is_as_long_as_it_took_and_ends_with_backwar
     assert bars["loading, beside computing"].get_facecolor() == bars["waiting for data"].get_facecolor()
 
 
+def test_of_a_long_kernel_both_ends_are_named() -> None:
+    record = make.profile(RunConfig(purpose="profile"))
+    assert record.profile is not None
+    kernel = f"void at::native::vectorized_{'x' * 60}<float>, std::array<char*, 3>>"
+    record.profile["operators"].append({"name": kernel, "calls": 4, "self_cpu_seconds": 1.0})
+    _, top = answer(make.study([record])).figure().axes
+    (short,) = (name for name in names(top) if name.startswith("void at::"))
+    assert short.endswith(", 3>>")
+
+
 # --- compiling and the machine ---
 
 

@@ -62,7 +62,6 @@ class Comparison:
     logs: tuple[tuple[str, float], ...]
     resolution: float
     set_seconds: float
-    ranks_gain: float
     images_per_second: float
     peak_memory_bytes: float
     peak_rss_bytes: float
@@ -86,8 +85,8 @@ class Comparison:
     @property
     def efficiency(self) -> stats.Interval:
         """The ratio divided by the ratio of the numbers of ranks."""
-        value, (low, high) = self.ratio.value, self.ratio.ends
-        return stats.Interval(value=value / self.ranks_gain, low=low / self.ranks_gain, high=high / self.ranks_gain)
+        gain = self.config.world_size / self.baseline.world_size
+        return stats.Interval(value=self.ratio.value / gain, low=self.ratio.low / gain, high=self.ratio.high / gain)
 
     @property
     def resolved(self) -> bool:
@@ -384,7 +383,6 @@ def _comparison(
         logs=tuple(logs),
         resolution=resolution,
         set_seconds=sum(sum(r.stages.values()) for r in members) / len(speed) if speed else math.nan,
-        ranks_gain=last.config.world_size / base.config.world_size if base else math.nan,
         images_per_second=stats.geometric_mean(rates),
         peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
         peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
