@@ -13,7 +13,7 @@ from drawn_studies import STUDIES
 from scaled_records import all_reduces
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, phrases, sentences, show
+from ddpm_lab.explain import decisions, findings, phrases, show
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
@@ -191,11 +191,11 @@ def test_a_headline_says_how_much_faster_or_slower() -> None:
         (2.3, "bf16 is 2.3 times as fast as fp32"),
         (1.0, "bf16 is as fast as fp32, within 3 %"),
     ):
-        assert sentences.headline(row(ratio, **exact)) == headline
-        assert sentences.headline(row(ratio, replace(BASE, threads=1), **exact)) == f"{headline} on 1 core"
+        assert findings.headline_of(row(ratio, **exact)) == headline
+        assert findings.headline_of(row(ratio, replace(BASE, threads=1), **exact)) == f"{headline} on 1 core"
     wide = row(1.0, set_noise=0.04)
-    assert all(phrases.difference(end) in sentences.headline(wide) for end in wide.ratio.ends)
-    assert "(3)" in sentences.headline(row(1.6, count=3))
+    assert all(phrases.difference(end) in findings.headline_of(wide) for end in wide.ratio.ends)
+    assert "(3)" in findings.headline_of(row(1.6, count=3))
     found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
     assert answer(make.study(found)).finding.headline.startswith("mine is"), "as its owner wrote it"
 
@@ -203,11 +203,11 @@ def test_a_headline_says_how_much_faster_or_slower() -> None:
 def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_is_one() -> None:
     bf16, one = replace(BASE, precision="bf16"), replace(BASE, threads=1)
     both = {"bf16": (bf16, 1.1), "compiled": (replace(BASE, compile="whole"), 3.0)}
-    assert sentences.lead(rows(make.study(make.sets(both, baseline=BASE)))).label == "bf16", "however fast others are"
+    assert findings.lead(rows(make.study(make.sets(both, baseline=BASE)))).label == "bf16", "however fast others are"
     some = make.sets({"bf16": (replace(bf16, threads=1), 0.7)}, baseline=one, family="1 of 2 cores")
     for ratio, noise, threads in ((1.3, 0.005, 0), (1.0, 0.1, 1)):
         every = make.sets({"bf16": (bf16, ratio)}, baseline=BASE, family="2 cores", set_noise=noise, seed=1)
-        assert sentences.lead(rows(make.study([*some, *every]))).config.threads == threads
+        assert findings.lead(rows(make.study([*some, *every]))).config.threads == threads
 
 
 def test_a_way_out_is_the_command_that_would_answer() -> None:
@@ -221,8 +221,8 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (sides, "ddpm-lab compare main 'my side'"),
         (sized, "ddpm-lab run amp --image-size 64 --batch-size 32"),
     ):
-        assert sentences.way_out(found) == command
-    assert sentences.way_out(row(1.0, set_noise=0.03)).startswith("ddpm-lab run amp --resolution 3% (about ")
-    assert "over two hours" in sentences.way_out(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+        assert findings.way_out_of(found) == command
+    assert findings.way_out_of(row(1.0, set_noise=0.03)).startswith("ddpm-lab run amp --resolution 3% (about ")
+    assert "over two hours" in findings.way_out_of(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
     large = row(1.6, replace(BASE, network="seed"), count=2)
-    assert sentences.way_out(large, own_images=True) == "ddpm-lab run amp --network seed --data DATA"
+    assert findings.way_out_of(large, own_images=True) == "ddpm-lab run amp --network seed --data DATA"

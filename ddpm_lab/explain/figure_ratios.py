@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import decisions, phrases, sentences
+from ddpm_lab.explain import decisions, findings, phrases
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
@@ -78,7 +78,7 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         panels,
         title=found.headline,
         context=phrases.context(study),
-        note=f"{note} {phrases.begun(sentences.quality(every))}.",
+        note=f"{note} {phrases.begun(findings.qualities(every))}.",
         label=f"speed relative to {bases.pop() if len(bases) == 1 else 'the baseline'} (above 1 is faster)",
     )
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_lab.explain import decisions, machine_state, phrases, quality, sentences, trained
+from ddpm_lab.explain import decisions, machine_state, phrases, quality, trained
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import WHOLE_QUESTION
+from ddpm_lab.plan import WEAK, WHOLE_QUESTION
+
+_SUBJECTS = {
+    "multi_gpu": ("{label} at batch {batch}", "{base}"),
+    "workers": ("training with {label}", "with {base}"),
+    "torch_compile": ("{label} {precision} training", "{base} training"),
+    "exchange": ("the exchange with {label}", "the {base}"),
+    "batch_size": ("{label}", "{base}, image for image"),
+}
+_USUAL_BATCH = dict.fromkeys(("profile", "amp", "workers", "torch_compile", "exchange"), (8, 128))
+_USUAL_BATCH["multi_gpu"] = (16, 128)
+"""Global batch size where none is given, on a CPU and on a GPU."""
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -89,7 +101,7 @@ def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: s
             headline if headline.startswith(as_written) else phrases.begun(headline),
             ANSWERED if row.answered else row.verdict,
             *notes,
-            evidence=evidence or sentences.evidence(row),
+            evidence=evidence or evidence_of(row),
         ),
         verdict=row.verdict,
         sets=row.sets,
@@ -125,11 +137,11 @@ def compared(
         return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
     if not candidates:
         return _nothing_to_compare(study, rows, others, every)
-    lead = sentences.lead(candidates)
-    harmed = [(_named(r, rows), "") for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
-    notes = (*own(lead), listed("Worse in quality", harmed), *every)
-    way_out = sentences.way_out(lead, own_images=study.own_images)
-    return replace(about(study, lead, sentences.headline(lead), *notes), way_out=way_out)
+    first = lead(candidates)
+    harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
+    notes = (*own(first), listed("Worse in quality", harmed), *every)
+    found = about(study, first, headline_of(first), *notes)
+    return replace(found, way_out=way_out_of(first, own_images=study.own_images))
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
@@ -209,7 +221,7 @@ def _nothing_to_compare(
         status, about, cores = quality.NOT_MEASURED, few, few.config.threads * few.config.node_size
         free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
         headline = f"Not measured: {free}, and every candidate needs more"
-    way_out = sentences.command(about, own_images=study.own_images) if about else ""
+    way_out = command_of(about, own_images=study.own_images) if about else ""
     return replace(plain(study, headline, status, *notes), way_out=way_out)
 
 
@@ -227,3 +239,130 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
     give = "" if "held_out_loss" in offers else "a held_out_loss and then "
     return f"{give}{command} --workload {config.work_name}"
+
+
+def lead(rows: Sequence[Comparison]) -> Comparison:
+    """Choose the comparison that the answer is about: the primary one, with all cores if there are several."""
+    primary = [r for r in rows if r.primary]
+    return min(primary or rows[:1], key=lambda r: (not r.answered, r.config.threads != 0))
+
+
+def difference(row: Comparison) -> str:
+    """Say how much faster or slower, whatever the verdict: "bf16 is 26 % slower than fp32"."""
+    subject, other = _subjects(row)
+    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{with_cores(row)}"
+
+
+def headline_of(row: Comparison) -> str:
+    """Say what a comparison answers, in about 15 words."""
+    subject, other = _subjects(row)
+    if row.resolved:
+        return difference(row)
+    if row.verdict == decisions.SAME:
+        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{with_cores(row)}"
+    if row.verdict == decisions.TOO_FEW:
+        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
+    low, high = (phrases.difference(end) for end in row.ratio.ends)
+    return f"No clear answer: {subject} may be {low} to {_than(high)} {other}{with_cores(row)}"
+
+
+def with_cores(row: Comparison) -> str:
+    """Return `` on 2 cores`` if fewer cores were used than there are; else an empty text."""
+    cores = row.config.threads * row.config.node_size
+    return f" on {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
+
+
+def _subjects(row: Comparison) -> tuple[str, str]:
+    subject, other = _SUBJECTS.get(row.experiment, ("{label}", "{base}"))
+    if row.loader_alone:
+        subject, other = "the loader alone with {label}", "with {base}"
+    elif WEAK in row.family:
+        subject, other = "{label}, each with its batch,", "{base}"
+    precision = "" if row.config.is_own else row.config.precision
+    names = {"label": row.label, "base": row.baseline_label, "batch": row.batch, "precision": precision}
+    return " ".join(subject.format(**names).split()), " ".join(other.format(**names).split())
+
+
+def _is(row: Comparison) -> str:
+    several = row.experiment == "multi_gpu" and not row.label.startswith("1 ")
+    return "are" if several else "is"
+
+
+def _than(difference: str) -> str:
+    return f"{difference} as" if difference.endswith("as fast") else f"{difference} than"
+
+
+def evidence_of(row: Comparison) -> str:
+    """Return ratio, interval, sets and noise floor in one line."""
+    if not row.ratio.exists:
+        return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
+    sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
+    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}{noise(row)}"
+    text += "" if row.resolved else f"; resolves {phrases.share(row.resolves)}"
+    return f"{text}{f'; {row.why}' if row.why else ''}."
+
+
+def way_out_of(row: Comparison, *, own_images: bool = False) -> str:
+    """Return the command that would give an answer, with its minutes; empty if there is one already.
+
+    Without ``--resolution`` it adds sets, as for a resolution that has been reached.
+    """
+    if row.answered or row.role != "candidate":
+        return ""
+    typed = command_of(row, own_images=own_images)
+    if row.verdict == decisions.TOO_FEW or not row.sets_needed > row.sets:
+        return typed
+    if row.minutes_needed > 120:
+        return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
+    resolution = phrases.share(row.resolution).replace(" ", "")
+    return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
+
+
+def command_of(row: Comparison, *, own_images: bool = False) -> str:
+    """Return the command that measures a comparison; DATA stands for the user's images."""
+    config = row.baseline
+    if row.experiment == "compare":
+        return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
+    words = ["ddpm-lab", "run", row.experiment]
+    if config.is_own:
+        words += ["--workload", config.work_name]
+    elif config.network != "tiny":
+        words += ["--network", config.network]
+    words += ["--data", "DATA"] * (own_images and not config.is_own)
+    words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
+    usual = _USUAL_BATCH.get(row.experiment)
+    if usual and config.global_batch_size != usual[config.device == "cuda"]:
+        words += [f"--batch-size{'s' * (row.experiment == 'multi_gpu')}", str(config.global_batch_size)]
+    return " ".join(words)
+
+
+def trains(row: Comparison) -> bool:
+    """True if the ranks synchronise gradients; without that they train separate models."""
+    return bool(row.config.exchange.enabled)
+
+
+def noise(row: Comparison) -> str:
+    """Return the noise floor after a semicolon; empty without one."""
+    floor = phrases.between(row.noise)
+    return f"; the baseline repeated {floor}" if floor else ""
+
+
+def qualities(rows: Sequence[Comparison]) -> str:
+    """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)".
+
+    A configuration with different verdicts is named with its families.
+    """
+    by_label: dict[str, dict[str, list[str]]] = {}
+    for r in rows:
+        if r.role == "candidate" and r.sets:
+            by_label.setdefault(r.label, {}).setdefault(r.quality, []).append(r.family)
+    told = {
+        f"{label} of {phrases.joined(families)}" if len(said) > 1 else label: verdict
+        for label, said in by_label.items()
+        for verdict, families in said.items()
+    }
+    others = [name for name, verdict in told.items() if verdict == QUALITY]
+    if len(others) == len(told):
+        return f"quality {QUALITY}"
+    text = f"quality: {phrases.joined([f'{name} {verdict}' for name, verdict in told.items() if verdict != QUALITY])}"
+    return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text

@@ -13,7 +13,7 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, limits, phrases, sentences
+from ddpm_lab.explain import decisions, findings, limits, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -393,7 +393,7 @@ def lead(study: Study) -> Comparison | None:
 def headline(other: Comparison) -> str:
     """Such as "This trainer is 50 % faster than the published code, tuned"."""
     mine = replace(other, label="this trainer", baseline_label=other.label, experiment="peers")
-    return phrases.begun(sentences.headline(mine))
+    return phrases.begun(findings.headline_of(mine))
 
 
 def evidence(study: Study) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
-from ddpm_lab.explain import decisions, machine_state, phrases, sentences
+from ddpm_lab.explain import decisions, findings, machine_state, phrases
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
@@ -152,7 +152,7 @@ def decide(studies: Sequence[Study], *, network: str | None, parameters: int, ba
     lead = max(faster or several, key=lambda r: r.ratio.value)
     if faster or all(r.answered for r in several):
         answer = MULTI if faster else SINGLE
-        reason = f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
+        reason = f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
     else:
         answer = NOT_RESOLVED
         pair = f"{lead.label} against {lead.baseline_label}"
