@@ -185,7 +185,7 @@ def row(ratio: float, baseline: RunConfig = BASE, label: str = "bf16", **values:
 
 
 def test_a_headline_says_how_much_faster_or_slower() -> None:
-    exact = {"set_noise": 0.0, "turn_noise": 1e-4}
+    exact: dict[str, Any] = {"set_noise": 0.0, "turn_noise": 1e-4}
     for ratio, headline in (
         (0.74, "bf16 is 26 % slower than fp32"),
         (2.3, "bf16 is 2.3 times as fast as fp32"),

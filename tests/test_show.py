@@ -99,7 +99,7 @@ def test_the_table_holds_every_cell_with_numbers_to_the_right(amp: Study) -> Non
     rows = answer(amp).table()
     cells = re.findall(r"<t[hd][^>]*text-align: (\w+)[^>]*>(.*?)</t[hd]>", output.data["text/html"])
     texts = [html.unescape(re.sub("<[^>]*>", " ", text)) for _, text in cells]
-    expected = [text for row in (rows[0].keys(), *(row.values() for row in rows)) for text in row]
+    expected = [*rows[0], *(text for row in rows for text in row.values())]
     assert [" ".join(t.split()) for t in texts] == [" ".join(t.split()) for t in expected]
     sides = dict(zip(rows[0], (side for side, _ in cells), strict=False))
     assert (sides["Speed"], sides["Configuration"]) == ("right", "left"), "although one begins with a digit"

@@ -106,7 +106,7 @@ def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     for row in comparisons(study):
         if not row.family.startswith(LIMITS) or not row.sets or row.role == "twin" or not _alike(row.config, config):
             continue
-        seen = _seen(study, lambda c, run_id=row.run_id: c.run_id == run_id)
+        seen = _seen(study, lambda c: c.run_id == row.run_id)  # noqa: B023
         if seen.get("flop"):
             precision, speed = row.config.precision, seen["flop"] / row.step_seconds
             found[precision] = max(found.get(precision, 0.0), speed)
