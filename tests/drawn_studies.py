@@ -10,9 +10,11 @@ import records as make
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LEVERS, LOST, WEAK, scaled
+from ddpm_lab.plan import LEVERS, LOST, WEAK
+from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
+FILES = RunConfig(loader="files")
 REASON = "the process ended with signal 9 while it was building the network; the kernel log may say more " * 3
 
 
@@ -20,45 +22,19 @@ def amp(**values: Any) -> Study:
     return make.study(make.sets({"bf16": (BF16, 1.62)}, **values))
 
 
-def many(count: int) -> Study:
-    configs = {f"{n} workers": RunConfig(loader="files", loader_workers=n) for n in range(1, count + 1)}
-    return make.study(
-        make.sets(
-            {name: (c, 1 + 0.5 * c.loader_workers) for name, c in configs.items()},
-            baseline=RunConfig(loader="files"),
-            baseline_label="0 workers",
-            experiment="workers",
-            failures={"99 workers": (RunConfig(loader="files", loader_workers=99), "crashed", REASON)},
-        )
-    )
+def workers(count: int, *more: RunRecord) -> Study:
+    """So many numbers of workers, each 0.5 times the baseline's speed faster than the one before, and a failure."""
+    tried = {f"{n} workers": (replace(FILES, loader_workers=n), 1 + 0.5 * n) for n in range(1, count + 1)}
+    lost = {"99 workers": (replace(FILES, loader_workers=99), "crashed", REASON)}
+    values: dict[str, Any] = {"baseline_label": "0 workers", "experiment": "workers", "failures": lost}
+    return make.study([*make.sets(tried, baseline=FILES, **values), *more])
 
 
 def loader() -> Study:
-    alone = RunConfig(loader="files", workload=LOADER_ALONE)
-    more = make.sets(
-        {"2 workers": (replace(alone, loader_workers=2), 1.8)},
-        baseline=alone,
-        baseline_label="0 workers",
-        experiment="workers",
-        family="loader alone, batch 32",
-        step_seconds=0.001,
-    )
-    return make.study([*many(2).records, *more])
-
-
-def gpus() -> Study:
-    found = []
-    for batch in (32, 64, 128, 256, 512):
-        base = RunConfig(device="cuda", network="seed", global_batch_size=batch)
-        found += make.sets(
-            {f"{n} GPUs": (replace(base, world_size=n), n**0.6) for n in (2, 4, 8)},
-            baseline=base,
-            baseline_label="1 GPU",
-            experiment="multi_gpu",
-            family=f"seed, batch {batch}",
-            seed=batch,
-        )
-    return make.study(make.on(make.GPUS, found))
+    alone = replace(FILES, workload=LOADER_ALONE)
+    values: dict[str, Any] = {"experiment": "workers", "family": "loader alone, batch 32", "step_seconds": 0.001}
+    two = {"2 workers": (replace(alone, loader_workers=2), 1.8)}
+    return workers(2, *make.sets(two, baseline=alone, baseline_label="0 workers", **values))
 
 
 def compiled() -> Study:
@@ -89,8 +65,7 @@ def batches(count: int) -> Study:
     found[-2] = replace(found[-2], status="oom", ranks=())
     found.append(replace(found[-1], role="largest", label="memory", reason=reason))
     larger = {f"batch {n}": (c, 1 + 0.1 * i) for i, (n, c) in enumerate(sizes.items()) if 8 < n <= 512}
-    found += make.sets(larger, baseline=sizes[8], baseline_label="batch 8", count=count, **values)
-    return make.study(found)
+    return make.study(found + make.sets(larger, baseline=sizes[8], baseline_label="batch 8", count=count, **values))
 
 
 def wordy() -> Study:
@@ -111,8 +86,8 @@ def wordy() -> Study:
     return make.study(make.on(machine, records))
 
 
-def both_kinds(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda") -> Study:
-    """Strong and weak scaling, and a family of the same experiment that scales nothing."""
+def scaling(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda", *, weak: bool = True) -> Study:
+    """Strong scaling, and weak with a family of the same experiment that scales nothing."""
     found = []
     unit, where = ("GPU", make.GPUS) if device == "cuda" else ("rank", make.CPU)
     for batch in batches:
@@ -122,77 +97,52 @@ def both_kinds(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "
         shared = {f"{n} {unit}s": (replace(base, world_size=n), n**0.7) for n in ranks}
         grown = {f"{n} {unit}s": (replace(base, world_size=n, global_batch_size=n * batch), n**0.95) for n in ranks}
         found += make.sets(shared, family=f"seed, batch {batch}", **values)
-        found += make.sets(grown, family=f"seed, batch {batch} per rank{WEAK}", **values)
-    lost = replace(base, world_size=2)
-    silent = {"no exchange": (replace(lost, exchange=ExchangeConfig(enabled=False)), 9.0)}
-    found += make.sets(silent, baseline=lost, experiment="multi_gpu", family=f"seed, batch {batch}{LOST}")
+        found += make.sets(grown, family=f"seed, batch {batch} per rank{WEAK}", **values) if weak else []
+    if weak:
+        lost = replace(base, world_size=2)
+        silent = {"no exchange": (replace(lost, exchange=ExchangeConfig(enabled=False)), 9.0)}
+        found += make.sets(silent, baseline=lost, experiment="multi_gpu", family=f"seed, batch {batch}{LOST}")
     return make.study(make.on(where, found))
 
 
 def machine() -> Study:
     """Everything that is known of a machine with GPUs, in as many families as a figure may meet."""
-    found = gpus()
+    found = scaling((2, 4, 8), (32, 64, 128, 256, 512), weak=False)
     return replace(found, records=tuple(make.with_state(found.records, **make.GPU_STATE)))
 
 
-def trained(seeds: int) -> Study:
+def trained() -> Study:
     micro, large = RunConfig(accumulation=2), RunConfig(global_batch_size=64)
     speeds = {"bf16": (BF16, 1.6), "2 micro-batches of a long name": (micro, 0.6), "batch 64": (large, 1.2)}
     losses = {"bf16": (BF16, 0.0), "2 micro-batches of a long name": (micro, 0.001), "batch 64": (large, 0.05)}
     timed = make.study(make.sets(speeds, experiment="quality"), "quality")
-    return replace(timed, trials=tuple(make.trials(losses, seeds=seeds)))
-
-
-def learned() -> Study:
-    """Batches of two sizes, one of them with a scaled learning rate too, with speeds and trials; long names."""
-    base = RunConfig(global_batch_size=8)
-    sizes = {f"batch {n}": replace(base, global_batch_size=n) for n in (16, 32)}
-    speeds = {name: (config, 1 + i) for i, (name, config) in enumerate(sizes.items(), 1)}
-    losses = {name: (config, 0.005 * i) for i, (name, config) in enumerate(sizes.items(), 1)}
-    losses["batch 16, scaled learning rate"] = (scaled(sizes["batch 16"], base), 0.001)
-    timed = make.sets(speeds, baseline=base, baseline_label="batch 8", experiment="batch_size")
-    made = make.trials(losses, baseline=base)
-    return replace(make.study(timed, "batch_size"), trials=tuple(made))
+    return replace(timed, trials=tuple(make.trials(losses, seeds=8)))
 
 
 def two_families() -> Study:
     """A question with trials in two families, one verdict that is worse."""
-    found = []
-    trials = []
+    found, trials = [], []
     for size in (16, 32):
         base = RunConfig(global_batch_size=size)
         pair = replace(base, world_size=2)
-        found += make.sets(
-            {"2 ranks": (pair, 1.5)},
-            baseline=base,
-            baseline_label="1 rank",
-            experiment="multi_gpu",
-            family=f"batch {size}",
-        )
+        values: dict[str, Any] = {"baseline_label": "1 rank", "experiment": "multi_gpu", "family": f"batch {size}"}
+        found += make.sets({"2 ranks": (pair, 1.5)}, baseline=base, **values)
         trials += make.trials({"2 ranks": (pair, 0.03 if size == 32 else 0.0)}, baseline=base)
-    return replace(make.study(found, "multi_gpu"), trials=tuple(trials))
+    return replace(make.study(found), trials=tuple(trials))
 
 
 def levers() -> Study:
-    config = RunConfig(precision="bf16")
-    rows = {"fp32": (RunConfig(), 0.6), "every loss read": (replace(config, read_loss=True), 0.9)}
+    rows = {"fp32": (RunConfig(), 0.6), "every loss read": (replace(BF16, read_loss=True), 0.9)}
     family = f"seed, batch 32{LEVERS}"
-    timed = make.sets(rows, baseline=config, baseline_label="as by default", experiment="peers", family=family)
-    made = make.trials({"every loss read": (rows["every loss read"][0], 0.0)}, baseline=config)
-    return replace(make.study(timed, "peers"), trials=tuple(made))
-
-
-def diverged() -> Study:
-    of = trained(6)
-    lost = [r if r.label == "fp32" else replace(r, status="diverged", quality=None) for r in of.trials]
-    return replace(of, trials=tuple(lost))
+    timed = make.sets(rows, baseline=BF16, baseline_label="as by default", experiment="peers", family=family)
+    made = make.trials({"every loss read": (rows["every loss read"][0], 0.0)}, baseline=BF16)
+    return replace(make.study(timed), trials=tuple(made))
 
 
 def with_samples() -> Study:
-    of = trained(6)
     images = np.zeros((16, 32, 32, 3), dtype=np.uint8)
-    found = [make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials]
-    return replace(of, trials=tuple(found))
+    of = trained()
+    return replace(of, trials=tuple(make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials))
 
 
 def searched() -> Study:
@@ -204,44 +154,27 @@ def searched() -> Study:
 
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
-    "one set": lambda: amp(count=1, turns=2),
-    "untrusted": lambda: amp(twin_ratio=1.05),
     "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
-    "only the twin, failed": lambda: make.study(
-        [
-            make.record(
-                RunConfig(), experiment="compare", role="twin", label="fp32 again", status="unsupported", reason=REASON
-            )
-        ]
-    ),
     "mechanism only": lambda: make.study(
         make.sets({"4 ranks": (RunConfig(world_size=4), 1.3)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
     ),
-    "1 configuration": lambda: many(1),
-    "12 configurations": lambda: many(12),
+    "12 configurations": lambda: workers(12),
     "loader": loader,
-    "gpus": gpus,
     "wordy": wordy,
     "machine": machine,
-    "strong and weak": lambda: both_kinds((2, 4, 8), (32, 64, 128, 256, 512)),
-    "strong and weak, two CPU ranks": lambda: both_kinds((2,), (32,), "cpu"),
-    "strong and weak, many ranks": lambda: both_kinds((2, 4, 8, 16, 32, 64), (64, 512)),
+    "strong and weak": lambda: scaling((2, 4, 8), (32, 64, 128, 256, 512)),
+    "strong and weak, two CPU ranks": lambda: scaling((2,), (32,), "cpu"),
+    "strong and weak, many ranks": lambda: scaling((2, 4, 8, 16, 32, 64), (64, 512)),
     "compiled, costs": compiled,
     "batch sizes": lambda: batches(6),
-    "batch sizes, one set": lambda: batches(1),
     "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled().records], "recommendation"),
     "recommendation, searched": searched,
-    "recommendation, not judged": lambda: planted_search.study(planted_search.searched()),
     "recommendation, small": lambda: planted_search.study(
         planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "joined kernels": 0.9, "batch 16": 0.9})
     ),
-    "recommendation, one set": lambda: planted_search.study(planted_search.searched(sets=1)),
-    "quality": lambda: trained(8),
-    "quality, few seeds": lambda: trained(2),
-    "quality, all diverged": diverged,
-    "batches, learned": learned,
+    "quality": trained,
     "two families, learned": two_families,
     "levers, learned": levers,
     "quality, with samples": with_samples,

@@ -51,9 +51,8 @@ def paired(strong: Mapping[int, float], weak: Mapping[int, float], **values: Any
 def alone(*, single: bool) -> Study:
     """Sets of one GPU, or of eight, with nothing beside them but their twin."""
     base = RunConfig(device="cuda", network="seed", global_batch_size=256, world_size=1 if single else 8)
-    label = "1 GPU" if single else "8 GPUs"
-    found = make.sets({}, baseline=base, baseline_label=label, experiment="multi_gpu", family="seed, batch 256")
-    return make.study(make.on(make.GPUS, found))
+    values: dict[str, Any] = {"baseline_label": "1 GPU" if single else "8 GPUs", "experiment": "multi_gpu"}
+    return make.study(make.on(make.GPUS, make.sets({}, baseline=base, family="seed, batch 256", **values)))
 
 
 def nothing_ran(reason: str) -> Study:

@@ -52,37 +52,22 @@ def recorded(machine: str) -> tuple[Recorded, ...]:
 
 
 @cache
-def comparisons(machine: str) -> dict[tuple[str, str], list[tuple[int, Array]]]:
-    """For each candidate of each family, the place and the turns of each of its sets."""
-    found: dict[tuple[str, str], list[tuple[int, Array]]] = defaultdict(list)
-    for place, row in enumerate(recorded(machine)):
-        for label, turns in row.candidates.items():
-            if row.quiet:
-                found[row.family, label].append((place, turns))
-    return dict(found)
-
-
-@cache
 def noise(machine: str) -> list[Array]:
     """For each set of a machine, in order, the noise of its candidates: their true ratios are taken as their means.
 
     Taking the mean of n sets off makes what is left smaller by sqrt(1 - 1/n) on average, which is put back. Of
     comparisons with fewer than four sets too little is known. Sets without one are left out.
     """
+    compared: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for place, row in enumerate(recorded(machine)):
+        for label, turns in row.candidates.items() if row.quiet else ():
+            compared[row.family, label].append((place, turns.mean()))
     found: dict[int, list[float]] = defaultdict(list)
-    for sets in comparisons(machine).values():
-        means = np.array([turns.mean() for _, turns in sets])
-        if len(sets) >= 4:
-            scaled = (means - means.mean()) / math.sqrt(1 - 1 / len(sets))
-            for (place, _), value in zip(sets, scaled, strict=True):
-                found[place].append(float(value))
+    for sets in compared.values():
+        mean = np.mean([value for _, value in sets])
+        for place, value in sets if len(sets) >= 4 else ():
+            found[place].append(float((value - mean) / math.sqrt(1 - 1 / len(sets))))
     return [np.array(found[place]) for place in sorted(found)]
-
-
-@cache
-def twins(machine: str) -> Array:
-    """The log ratio of baseline and twin of each set, in order. Nothing is taken off: their true ratio is 1."""
-    return np.array([row.twin.mean() for row in recorded(machine) if row.quiet])
 
 
 class Machine:
@@ -94,7 +79,8 @@ class Machine:
     """
 
     def __init__(self, name: str, rng: np.random.Generator) -> None:
-        self.rng, self.sets, logs = rng, noise(name), twins(name)
+        self.rng, self.sets = rng, noise(name)
+        logs = np.array([row.twin.mean() for row in recorded(name) if row.quiet])
         self.twin_logs = logs - logs.mean()
 
     def question(self, sets: int, candidates: int = 1) -> Array:

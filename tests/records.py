@@ -18,26 +18,13 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.record import Environment, Machine, RankRecord, RunRecord, Window
 
 CPU = Machine(cpu="Example CPU 9000", usable_cores=2, torch="2.15.0", python="3.11")
-GPUS = Machine(
-    cpu="Example CPU 9000", usable_cores=32, gpus=("Example GPU X",) * 8, driver="600.1", torch="2.15.0", python="3.11"
-)
+GPUS = replace(CPU, usable_cores=32, gpus=("Example GPU X",) * 8, driver="600.1")
 
 
 def environment(machine: Machine = CPU, date: str = "2026-01-03T10:00:00+00:00") -> Environment:
-    return Environment(
-        machine=machine,
-        hostname="host",
-        python="3.11.9",
-        packages={"torch": machine.torch},
-        cuda=None,
-        gpu_uuids=(),
-        ram_bytes=8 << 30,
-        kernel="6.1",
-        slurm_job_id=None,
-        git_commit=None,
-        load_before=0.1,
-        date=date,
-    )
+    none: Any = dict.fromkeys(("cuda", "slurm_job_id", "git_commit"))
+    known: Any = {"hostname": "host", "python": "3.11.9", "packages": {"torch": machine.torch}, "gpu_uuids": ()}
+    return Environment(machine=machine, date=date, ram_bytes=8 << 30, kernel="6.1", load_before=0.1, **none, **known)
 
 
 def record(config: RunConfig, **values: Any) -> RunRecord:
@@ -105,56 +92,40 @@ def sets(
             offset = noisy * rng.normal(0, set_noise)
             windows = []
             for turn in range(turns):
-                batch = config.global_batch_size
-                step = step_seconds * batch / base.global_batch_size / ratio
+                slow = (s, turn) in crowded
+                step = step_seconds * config.global_batch_size / base.global_batch_size / ratio
                 step *= float(np.exp(shared[turn] + offset + rng.normal(0, turn_noise)))
-                turn_crowded = (s, turn) in crowded
-                step *= 3 if turn_crowded or (s in crowded and role == "candidate") else 1
-                windows.append(
-                    Window(
-                        turn=turn,
-                        position=position,
-                        start_seconds=float(turn),
-                        seconds=40 * step,
-                        images=40 * batch,
-                        steps=40,
-                        rank_seconds=(40 * step,) * config.world_size,
-                        step_seconds=(step,) * 40,
-                        data_seconds=(0.001,) * config.world_size,
-                        others_cores=1.0 if turn_crowded or s in crowded else 0.0,
-                        stolen_seconds=None,
-                    )
-                )
-            records.append(
-                record(
-                    config,
-                    role=role,
-                    label=label,
-                    windows=tuple(windows),
-                    ranks=tuple(rank_record(r) for r in range(config.world_size)),
-                    mechanism_only=label in mechanism_only,
-                    primary=role == "candidate" and label == primary,
-                    **common,
-                )
-            )
+                step *= 3 if slow or (s in crowded and role == "candidate") else 1
+                windows.append(window(config, turn, position, step, float(slow or s in crowded)))
+            more: dict[str, Any] = {"mechanism_only": label in mechanism_only, "windows": tuple(windows)}
+            more["primary"] = role == "candidate" and label == primary
+            ranks = tuple(map(rank_record, range(config.world_size)))
+            records.append(record(config, role=role, label=label, ranks=ranks, **more, **common))
         for label, (config, status, reason) in (failures or {}).items():
             records.append(record(config, role="candidate", label=label, status=status, reason=reason, **common))
     return records
 
 
-def rank_record(rank: int, peak_memory_bytes: int | None = 512 << 20) -> RankRecord:
-    return RankRecord(
-        rank=rank,
-        device="cpu",
-        device_uuid=None,
-        threads=2,
-        peak_memory_bytes=peak_memory_bytes,
-        peak_reserved_bytes=None,
-        peak_rss_bytes=None,
-        losses=(1.0, 0.9),
-        images=1280,
-        indices_sha256="0" * 64,
+def window(config: RunConfig, turn: int, position: int, step: float, others_cores: float) -> Window:
+    """Forty steps of so many seconds."""
+    return Window(
+        turn=turn,
+        position=position,
+        start_seconds=float(turn),
+        seconds=40 * step,
+        images=40 * config.global_batch_size,
+        steps=40,
+        rank_seconds=(40 * step,) * config.world_size,
+        step_seconds=(step,) * 40,
+        data_seconds=(0.001,) * config.world_size,
+        others_cores=others_cores,
     )
+
+
+def rank_record(rank: int, peak_memory_bytes: int | None = 512 << 20) -> RankRecord:
+    none: Any = dict.fromkeys(("device_uuid", "peak_reserved_bytes", "peak_rss_bytes"))
+    known: Any = {"device": "cpu", "threads": 2, "losses": (1.0, 0.9), "images": 1280, "indices_sha256": "0" * 64}
+    return RankRecord(rank=rank, peak_memory_bytes=peak_memory_bytes, **none, **known)
 
 
 def with_state(records: Sequence[RunRecord], **state: float | None) -> list[RunRecord]:
@@ -222,17 +193,18 @@ PHASES = {"data": 3.9, "copy": 0.3, "forward": 23.4, "backward": 34.0, "optimize
 def time_budget(*ranks: Mapping[str, float], residual: float = 0.0, **window: Any) -> RunRecord:
     """A profile record with a time budget: milliseconds of each phase for each rank, and of what lies in none."""
 
-    def line(phases: Mapping[str, float], **more: Any) -> dict[str, Any]:
-        total = (sum(phases.values()) + residual) / 1e3
-        seconds = {name: ms / 1e3 for name, ms in phases.items()}
+    def line(phases: Mapping[str, float], times: float, without: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+        kept = {name: times * ms for name, ms in phases.items() if name not in without}
+        total = (sum(kept.values()) + residual) / 1e3
+        seconds = {name: ms / 1e3 for name, ms in kept.items()}
         found = {"step_seconds": total, "phases": seconds, "residual_seconds": residual / 1e3, "spans": {}}
         return {**found, "helpers_cpu_seconds": 0.0, **more}
 
     found = [
         {
-            "unsynchronised": line(phases, **window),
-            "synchronised": line({name: 1.1 * ms for name, ms in phases.items()}),
-            "profiled": line({name: 1.5 * ms for name, ms in phases.items() if name not in ("ema", "communication")}),
+            "unsynchronised": line(phases, 1.0, **window),
+            "synchronised": line(phases, 1.1),
+            "profiled": line(phases, 1.5, ("ema", "communication")),
         }
         for phases in ranks or (PHASES,)
     ]
@@ -266,34 +238,22 @@ def trials(
         shared = seed_noise * rng.standard_normal()
         for label, (config, worse) in {"fp32": (base, 0.0), **candidates}.items():
             end = 0.35 + shared + (worse + pair_noise * rng.standard_normal() if config != base else 0.0)
-            looks = [(share, end + gain * (1 - share) / 0.05) for share in (0.0, 0.5, 0.9, 0.95, 1.0)]
-            held_out = [
-                {"images": round(share * images), "step": 0, "loss": loss, "by_time": [loss] * 10}
-                for share, loss in looks
-            ]
+            looks = {share: end + gain * (1 - share) / 0.05 for share in (0.0, 0.5, 0.9, 0.95, 1.0)}
+            size, steps = config.global_batch_size, images // config.global_batch_size
+            quality = {
+                "steps": steps,
+                "losses": [end + 0.3 * 0.999 ** ((i + 1) * size) for i in range(steps)],
+                "held_out": [
+                    {"images": round(share * images), "step": 0, "loss": loss, "by_time": [loss] * 10}
+                    for share, loss in looks.items()
+                ],
+                "weights_sha256": f"{label}-{seed}",
+                "trainer": "code-1",
+            }
             options = (("images", images), ("draws", 64))
-            found.append(
-                record(
-                    replace(config, purpose="quality", workload=TRAINING, seed=seed, options=options),
-                    **{
-                        "experiment": "quality",
-                        "role": "quality",
-                        "label": label,
-                        "baseline_id": base.run_id,
-                        "quality": {
-                            "steps": images // config.global_batch_size,
-                            "losses": [
-                                end + 0.3 * 0.999 ** ((i + 1) * config.global_batch_size)
-                                for i in range(images // config.global_batch_size)
-                            ],
-                            "held_out": held_out,
-                            "weights_sha256": f"{label}-{seed}",
-                            "trainer": "code-1",
-                        },
-                        **values,
-                    },
-                )
-            )
+            config = replace(config, purpose="quality", workload=TRAINING, seed=seed, options=options)  # noqa: PLW2901
+            told = {"experiment": "quality", "role": "quality", "label": label, "baseline_id": base.run_id}
+            found.append(record(config, **{**told, "quality": quality, **values}))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.questions.all_reduce import ALL_REDUCE
 from ddpm_lab.training import limits
 from ddpm_lab.training.allreduce import all_reduce
-from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, Repeated, count_work
+from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, count_work
 from ddpm_lab.training.planted import pieces
 from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
 
 
-@pytest.mark.parametrize("network", ["tiny", "seed", pytest.param("ddpm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["tiny", *(pytest.param(n, marks=pytest.mark.slow) for n in ("seed", "ddpm"))])
 def test_the_operations_are_those_of_the_flop_counter(network: str) -> None:
     work = count_work(network)
     assert sum(part["flop"] for part in work.values()) == pytest.approx(count_flops(network)[1], rel=1e-6)
@@ -39,8 +38,7 @@ def test_the_operations_are_those_of_the_flop_counter(network: str) -> None:
 
 def test_elements_of_a_kernel_are_what_it_reads_and_writes() -> None:
     with torch.device("meta"):
-        x = torch.empty(2, 8, 4, 4)
-        weight = torch.empty(8, 8, 3, 3)
+        x, weight = torch.empty(2, 8, 4, 4), torch.empty(8, 8, 3, 3)
         with limits._Counter() as counter:
             y = torch.nn.functional.conv2d(x, weight, padding=1)
             y = y.reshape(2, 8, 16).transpose(1, 2).transpose(1, 2).reshape(2, 8, 4, 4)  # views move nothing
@@ -60,15 +58,14 @@ def test_peaks_do_the_work_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(getattr(limits, name), "cpu", size)
     for precision, dtype in (("fp32", "torch.float32"), ("bf16", "torch.bfloat16")):
         config = RunConfig(precision=precision, global_batch_size=1, network="tiny")
-        product, convolution, copy = (f(config, CONTEXT) for f in (limits.product, limits.convolution, limits.copy))
-        for peak in (product, convolution, copy):
-            assert peak.step(next(peak.batches())) == 0.0
-            assert peak.witness()["images"] == 1
-        assert product.witness()["flop"] == 2 * 64**3
-        assert product.witness()["dtype"] == convolution.witness()["dtype"] == dtype
-        assert convolution.witness()["flop"] == 2 * 256 * 128 * 128 * 9
-        assert copy.witness()["bytes"] == 2 * 4096
-        assert set(product.witness()["work"]) >= {CONVOLUTION, PRODUCT, "weights"}
+        peaks = [f(config, CONTEXT) for f in (limits.product, limits.convolution, limits.copy)]
+        assert [peak.step(next(peak.batches())) for peak in peaks] == [0.0] * 3
+        product, convolution, copy = (peak.witness() for peak in peaks)
+        assert (product["images"], convolution["images"], copy["images"]) == (1, 1, 1)
+        assert product["dtype"] == convolution["dtype"] == dtype
+        assert (product["flop"], convolution["flop"]) == (2 * 64**3, 2 * 256 * 128 * 128 * 9)
+        assert copy["bytes"] == 2 * 4096
+        assert set(product["work"]) >= {CONVOLUTION, PRODUCT, "weights"}
 
 
 def test_a_planted_step_does_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,41 +84,35 @@ def test_a_planted_step_does_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert workload.witness() == {"pieces": 105, "images": 2}
 
 
-# An all-reduce
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
+def test_a_step_exchanges_all_buckets_and_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def reducing(**options: Any) -> Repeated:
-    return all_reduce(RunConfig(workload=ALL_REDUCE, global_batch_size=1, options=tuple(options.items())), CONTEXT)
-
-
-@pytest.mark.usefixtures("group")
-def test_a_step_exchanges_all_buckets_and_says_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = reducing(message_bytes=4 * 1000, buckets=3)
-    sent: list[int] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda bucket: sent.append(bucket.nbytes))
-    for _ in range(2):
-        workload.step(None)
+    try:
+        options = (("message_bytes", 4 * 1000), ("buckets", 3))
+        workload = all_reduce(RunConfig(workload=ALL_REDUCE, global_batch_size=1, options=options), CONTEXT)
+        sent: list[int] = []
+        monkeypatch.setattr(dist, "all_reduce", lambda bucket: sent.append(bucket.nbytes))
+        for _ in range(2):
+            workload.step(None)
+    finally:
+        dist.destroy_process_group()
     assert (len(sent), sum(sent)) == (6, 2 * 4000)
     assert max(sent) - min(sent) <= 4
     told = {"images": 2, "message_bytes": 4000, "buckets": 3, "summed_over": 1, "hosts": 1}
     assert workload.witness() == told
 
 
-def test_options_that_cannot_be_run_are_refused() -> None:
-    for options, words in (
-        ({"message_bytes": 6}, "give a multiple of 4 bytes"),
-        ({"message_bytes": 8, "buckets": 3}, "8 in 3 buckets"),
-        ({"messages": 4}, "options has messages: an all-reduce knows message_bytes"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            reducing(**options)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"message_bytes": 6}, "4 bytes"),
+        ({"message_bytes": 8, "buckets": 3}, "3 buckets"),
+        ({"messages": 4}, "messages"),
+    ],
+)
+def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], named: str) -> None:
+    config = RunConfig(workload=ALL_REDUCE, global_batch_size=1, options=tuple(options.items()))
+    with pytest.raises(ConfigError, match=named):
+        all_reduce(config, CONTEXT)
 
 
 @pytest.mark.alone
@@ -137,9 +128,7 @@ def test_two_ranks_are_measured_in_sets_and_a_larger_message_takes_longer(
     members = [Member("baseline", "1 KiB", small), Member("candidate", "16 MiB", large)]
     records = measure_set(instrument, experiment="all_reduce", family="2 ranks", plan=short_plan, members=members)
     assert [r.status for r in records] == ["ok", "ok"]
-    for record in records:
-        for rank in record.witness["ranks"]:
-            assert (rank["summed_over"], rank["hosts"]) == (2, 1)
-            assert rank["message_bytes"] == record.config.option("message_bytes", 0)
-    seconds = [min(w.seconds / w.steps for w in r.windows) for r in records]
-    assert seconds[1] > 3 * seconds[0]
+    for rank in (rank for r in records for rank in r.witness["ranks"]):
+        assert (rank["summed_over"], rank["hosts"]) == (2, 1)
+    first, second = (min(w.seconds / w.steps for w in r.windows) for r in records)
+    assert second > 3 * first

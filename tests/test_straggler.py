@@ -44,7 +44,7 @@ def noisy(rng: np.random.Generator, sets: int, ranks: int) -> npt.NDArray[np.flo
 def test_identical_ranks_have_no_excess_and_are_rarely_named(ranks: int) -> None:
     rng = np.random.default_rng(ranks)
     config = RunConfig(world_size=ranks, global_batch_size=ranks)
-    trials = [records(noisy(rng, 6, ranks), config) for _ in range(600)]
+    trials = [records(noisy(rng, 6, ranks), config) for _ in range(300)]
     means = np.array([np.mean(excess_shares(found)) for found in trials])
     assert abs(means.mean()) < 3 * means.std() / len(means) ** 0.5
     assert abs(means.mean()) < NOISE / 10, "chosen where it is measured, it would be half the noise"

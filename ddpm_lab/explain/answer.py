@@ -83,14 +83,7 @@ def speed_table(
     name_family: bool = False,
 ) -> Table:
     """Return a row for each configuration; a single family is named only if asked for (``name_family``)."""
-    cells = [
-        {
-            "Family": row.family,
-            "Configuration": f"{row.label}{_SELF.get(row.role, '')}",
-            **_speed(row, columns(row) if columns else {}),
-        }
-        for row in rows
-    ]
+    cells = [_cells(row, columns(row) if columns else {}) for row in rows]
     if not cells:
         return []
     cells[0]["Note"] = f"{cells[0]['Note']} {machine_state.unknown(study)}".strip()
@@ -102,27 +95,24 @@ _SELF = {"baseline": " (baseline)", "twin": ", repeated"}
 """Roles of the baseline's own configuration, as they are named."""
 
 
-def _speed(row: Comparison, further: dict[str, str]) -> dict[str, str]:
-    measured = bool(row.sets)
-    return {
-        "Speed": phrases.ratio_with_interval(row) if measured else _NONE,
-        "Verdict": phrases.outcome(row),
-        "Images/s": phrases.significant(row.images_per_second) if measured else _NONE,
-        "Step": phrases.seconds(row.step_seconds) if measured else _NONE,
-        "Time for 50,000 images (projected)": phrases.seconds(row.projected_seconds) if measured else _NONE,
-        **further,
-        "Peak memory": phrases.peak_memory(row) if row.status == "ok" else _NONE,
-        "Sets \N{MULTIPLICATION SIGN} turns": f"{row.sets} \N{MULTIPLICATION SIGN} {row.turns}" if measured else _NONE,
-        "Disturbed sets": str(row.disturbed_sets),
-        "Quality": row.quality if measured and row.role not in _SELF else _NONE,
-        **phrases.loss(row),
-        "Note": _note(row),
-    }
-
-
-def _note(row: Comparison) -> str:
+def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
+    note = row.reason if row.status != "ok" and not row.mechanism_only else ""
     if row.sets and row.failed_sets:
-        return f"{phrases.plural(row.failed_sets, 'set')} failed: {row.reason}"
-    if row.status != "ok" and not row.mechanism_only:
-        return row.reason
-    return ""
+        note = f"{phrases.plural(row.failed_sets, 'set')} failed: {row.reason}"
+    measured = {
+        "Speed": phrases.ratio_with_interval(row),
+        "Verdict": phrases.outcome(row),
+        "Images/s": phrases.significant(row.images_per_second),
+        "Step": phrases.seconds(row.step_seconds),
+        "Time for 50,000 images (projected)": phrases.seconds(row.projected_seconds),
+        **further,
+        "Peak memory": phrases.peak_memory(row),
+        "Sets \N{MULTIPLICATION SIGN} turns": f"{row.sets} \N{MULTIPLICATION SIGN} {row.turns}",
+        "Disturbed sets": str(row.disturbed_sets),
+        "Quality": _NONE if row.role in _SELF else row.quality,
+    }
+    known = {*measured} if row.sets else {"Verdict", "Disturbed sets", *further}
+    known |= {"Peak memory"} if row.status == "ok" else set()
+    shown = {name: cell if name in known else _NONE for name, cell in measured.items()}
+    name = {"Family": row.family, "Configuration": f"{row.label}{_SELF.get(row.role, '')}"}
+    return {**name, **shown, **phrases.loss(row), "Note": note}

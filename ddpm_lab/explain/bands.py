@@ -42,8 +42,7 @@ class Bands:
 
     def name(self, efficiency: float) -> str:
         """Name an efficiency."""
-        shown = round(efficiency, 2)
-        return next((name for name, bound in self.table if shown >= bound), self.table[-1][0])
+        return next((name for name, bound in self.table if round(efficiency, 2) >= bound), self.table[-1][0])
 
     def verdict(self, low: float, high: float, nodes: int = 1) -> str:
         """Say whether efficiencies from ``low`` to ``high`` are good scaling; empty where the table asks nothing."""
@@ -104,17 +103,14 @@ def bands(value: object, place: str = "bands") -> Bands:
     table = _pairs(value) if isinstance(value, str) else list(value.items()) if isinstance(value, Mapping) else []
     names, bounds = [name for name, _ in table], [bound for _, bound in table]
     named = all(isinstance(name, str) and name.strip() for name in names) and len(set(names)) == len(names) > 1
-    if not named or not all(map(number, bounds)) or not _fall(bounds):
+    falling = all(map(number, bounds)) and bounds[:1] <= [1] and all(a > b for a, b in pairwise(bounds))
+    if not named or not falling or bounds[-1] != 0:
         raise ConfigError(
             f"{place} is {value!r}: choose one of {', '.join(NAMED)}, or give names with falling lower bounds, "
             "shares from 1 to 0 that end at 0, such as good=75%, fair=50%, poor=0"
         )
     own = tuple((name, float(bound)) for name, bound in table)
     return Bands(whose="your own", table=own, threshold=dict(own).get("good") or own[-2][1])
-
-
-def _fall(bounds: list[float]) -> bool:
-    return bounds[0] <= 1 and bounds[-1] == 0 and all(above > below for above, below in pairwise(bounds))
 
 
 def _pairs(text: str) -> list[tuple[str, float]]:
@@ -145,11 +141,9 @@ class Targets:
     impacts: Names
 
     def compute_name(self, share: float) -> str:
-        """Name a compute share."""
         return next(name for name, bound in self.compute_names if share >= bound)
 
     def io_name(self, share: float) -> str:
-        """Name a share of I/O."""
         return next((name for name, bound in self.io_names if share <= bound), self.io_names[-1][0])
 
     def impact(self, ratio: float) -> str:

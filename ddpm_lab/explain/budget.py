@@ -31,8 +31,9 @@ _NAMES = {"ema": "EMA", "all-reduce": "communication"}
 UNEXPLAINED = 0.10
 """Share of a step in no phase above which a budget explains nothing."""
 STRAGGLES = 1.10
+"""Times the others' compute time from which on a rank is a straggler."""
 DISTURBED = 0.1
-_NONE = float("nan")
+"""Share of the cores above which other processes disturb a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,8 @@ def budget(record: RunRecord) -> Budget | None:
         others={r: line for r, line in enumerate(lines) if r != rank},
         beside=beside,
         ahead_seconds=window.get("host_ahead_seconds"),
-        disturbance=_disturbance(values.get("others_cores"), record.environment.machine.usable_cores),
-        straggler=_straggler(lines),
+        disturbance=_disturbance(values.get("others_cores"), record.machine.usable_cores),
+        straggler=_straggler([line.share(COMPUTE) * line.step_seconds for line in lines]),
         trace_difference=difference,
         profiler_slowdown=slowdown,
     )
@@ -140,17 +141,13 @@ def _disturbance(others_cores: float | None, usable_cores: int) -> str:
     return f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
 
 
-def _straggler(lines: Sequence[Line]) -> str:
+def _straggler(times: Sequence[float]) -> str:
     """A sentence that names a rank which computes clearly longer than the others; empty without one."""
-    times = [line.share(COMPUTE) * line.step_seconds for line in lines]
     rank = times.index(max(times))
-    others = times[:rank] + times[rank + 1 :]
-    if not others or times[rank] <= STRAGGLES * (usual := statistics.median(others)):
+    usual = statistics.median([*times[:rank], *times[rank + 1 :]] or [math.inf])
+    if times[rank] <= STRAGGLES * usual:
         return ""
-    longer = f"{100 * (times[rank] / usual - 1):.0f} %"
-    return (
-        f"Rank {rank} computes {longer} longer than the other{'s, which wait' if len(others) > 1 else ', which waits'}"
-    )
+    return f"Rank {rank} computes {100 * (times[rank] / usual - 1):.0f} % longer than the median of the others"
 
 
 def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:
@@ -160,13 +157,13 @@ def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tup
     for gradients in the backward pass, and a phase that comes rarely perhaps not at all: shares are of what both hold.
     """
     if not profiled or not profiled.get("phases"):
-        return _NONE, _NONE
+        return math.nan, math.nan
     ours, theirs = _ordered(window.get("host_phases", window["phases"])), _ordered(profiled["phases"])
     if "communication" not in theirs:
         ours["backward"] = ours.get("backward", 0.0) + ours.pop("communication", 0.0)
     both = [name for name in ours if name in theirs]
     a, b = (sum(phases[name] for name in both) for phases in (ours, theirs))
-    difference = max((abs(ours[name] / a - theirs[name] / b) for name in both), default=_NONE)
+    difference = max((abs(ours[name] / a - theirs[name] / b) for name in both), default=math.nan)
     return difference, float(profiled["step_seconds"]) / float(window["step_seconds"])
 
 
@@ -194,29 +191,24 @@ def headline(found: Budget) -> str:
 
 def evidence(found: Budget) -> str:
     """What stands behind the headline, in sentences."""
-    line = found.running
-    shares = [f"{LONG.get(name, name)} {percent(line.share(name))}" for name in line.phases]
-    whose = f" of rank {found.rank}, the slowest," if found.others else ""
-    parts = [
-        f"A step{whose} takes {phrases.seconds(line.step_seconds)}: {phrases.joined(shares)}; "
-        f"{percent(line.residual_share)} lies in no phase",
+    line, parts = found.running, []
+    parts.append(f"A step takes {phrases.seconds(line.step_seconds)}; {percent(line.residual_share)} lies in no phase")
+    parts.append(
         f"Compute share {percent(line.share(COMPUTE))} (target: above {percent(TARGETS.compute)}), "
-        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})",
-    ]
-    parts += [found.straggler] if found.straggler else []
-    parts += [f"Beside the phases: {phrases.joined(beside(found))}"] if beside(found) else []
-    alike = "" if found.on_device or found.others else ", which is the same work: they differ by chance"
-    parts.append(f"Timed phase by phase, the step takes {phrases.seconds(found.waiting.step_seconds)}{alike}")
+        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})"
+    )
+    if words := _beside(found):
+        parts.append(f"Beside the phases: {phrases.joined(words)}")
     if not math.isnan(found.trace_difference):
-        longer = 100 * (found.profiler_slowdown - 1)
-        slower = f"makes a step {longer:.0f} % longer" if longer > 0 else "costs less than the noise"
         within = max(0.1, 100 * found.trace_difference)
-        parts.append(f"The profiler's trace gives the same shares within {within:.1f} points; profiling {slower}")
-    parts += [found.disturbance] if found.disturbance else []
-    return ". ".join(parts)
+        parts.append(
+            f"The profiler's trace gives the same shares within {within:.1f} points, at {found.profiler_slowdown:.2f} "
+            "times the step time"
+        )
+    return ". ".join(filter(None, (*parts, found.straggler, found.disturbance)))
 
 
-def beside(found: Budget) -> list[str]:
+def _beside(found: Budget) -> list[str]:
     """What ran beside the phases, in words."""
     words = []
     for name, (seconds, overlapped) in found.beside.items():
@@ -233,19 +225,15 @@ def beside(found: Budget) -> list[str]:
 def table(found: Budget) -> Table:
     """The budget as strings: a row a phase, what lies in none, and the whole step."""
     time = "Time per step" + (f", rank {found.rank} (slowest)" if found.others else "")
-    lines = {time: found.running, "Each phase waited for": found.waiting}
-    lines |= {f"Rank {rank}": line for rank, line in found.others.items()}
+    lines = {"Each phase waited for": found.waiting, **{f"Rank {r}": line for r, line in found.others.items()}}
 
     def row(name: str, kind: str, seconds: Sequence[float]) -> dict[str, str]:
-        share = {"Share": percent(seconds[0] / found.running.step_seconds)}
-        cells = {title: phrases.seconds(s) for title, s in zip(lines, seconds, strict=True)}
-        return {"Phase": name, "Class": kind, time: cells.pop(time), **share, **cells}
+        first, *others = map(phrases.seconds, seconds)
+        cells = {"Phase": name, "Class": kind, time: first, "Share": percent(seconds[0] / found.running.step_seconds)}
+        return cells | dict(zip(lines, others, strict=True))
 
-    names = _ordered({name: 1.0 for line in lines.values() for name in line.phases})
-    rows = [
-        row(LONG.get(name, name), class_of(name), [line.phases.get(name, 0.0) for line in lines.values()])
-        for name in names
-    ]
-    rows.append(row("in no phase", "residual", [line.residual_seconds for line in lines.values()]))
-    rows.append(row("whole step", "wall time", [line.step_seconds for line in lines.values()]))
-    return rows
+    every = [found.running, *lines.values()]
+    names = _ordered({name: 1.0 for line in every for name in line.phases})
+    rows = [row(LONG.get(n, n), class_of(n), [line.phases.get(n, 0.0) for line in every]) for n in names]
+    rows.append(row("in no phase", "residual", [line.residual_seconds for line in every]))
+    return [*rows, row("whole step", "wall time", [line.step_seconds for line in every])]

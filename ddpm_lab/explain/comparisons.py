@@ -7,14 +7,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import groupby
 
 import numpy as np
 
 from ddpm_lab.config import LOADER_ALONE, OWN_LOADER, RunConfig
 from ddpm_lab.explain import decisions, quality, stats
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.frames import Study, moment, once
 from ddpm_lab.explain.quality import Equivalence
 from ddpm_lab.plan import LOST, scaling
 from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
@@ -22,7 +21,7 @@ from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_r
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
 QUALITY = quality.NOT_MEASURED
-COMPARED = ("baseline", "twin", "candidate", "note")
+COMPARED = ("baseline", TWIN, "candidate", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,6 @@ class Comparison:
     logs: tuple[tuple[str, float], ...]
     resolution: float
     set_seconds: float
-    ranks_gain: float
     images_per_second: float
     peak_memory_bytes: float
     peak_rss_bytes: float
@@ -87,8 +85,8 @@ class Comparison:
     @property
     def efficiency(self) -> stats.Interval:
         """The ratio divided by the ratio of the numbers of ranks."""
-        value, (low, high) = self.ratio.value, self.ratio.ends
-        return stats.Interval(value=value / self.ranks_gain, low=low / self.ranks_gain, high=high / self.ranks_gain)
+        gain = self.config.world_size / self.baseline.world_size
+        return stats.Interval(value=self.ratio.value / gain, low=self.ratio.low / gain, high=self.ratio.high / gain)
 
     @property
     def resolved(self) -> bool:
@@ -122,17 +120,14 @@ class Comparison:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.config.world_size
 
     @property
     def batch(self) -> int:
-        """The global batch size."""
         return self.config.global_batch_size
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
         return self.batch / self.images_per_second
 
     @property
@@ -155,14 +150,20 @@ class Comparison:
 def comparisons(study: Study) -> tuple[Comparison, ...]:
     """One for each configuration of each family: baseline, null twin, candidates, and what failed or was left out."""
     found: list[Comparison] = []
-    trials = quality.Trials.of(study)
     # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
     # its configuration has one of its own.
     compared = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        found += _weighed(judged(list(group), study.looks, study.resolution), trials)
-    return tuple(found)
+        found += judged(list(group), study.looks, study.resolution)
+    trials = quality.Trials.of(study)
+    bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
+    return tuple(
+        replace(c, equivalence=trials.verdict(bases[c.experiment, c.baseline_id], c.config, c.code_version))
+        if c.role == "candidate" and (c.experiment, c.baseline_id) in bases
+        else c
+        for c in found
+    )
 
 
 def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
@@ -201,7 +202,7 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_S
     by_time: dict[float, set[str]] = {}
     for r in looks:
         if mine := every & set((r.look or {}).get("sets", ())):
-            by_time.setdefault(_when(r), set()).update(mine)
+            by_time.setdefault(moment(r), set()).update(mine)
     found: list[_Shown] = []
     for when in sorted(by_time):
         before = found[-1].sets if found else frozenset()
@@ -210,16 +211,12 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_S
     return found or [_Shown(every, math.inf)]
 
 
-def _when(record: RunRecord) -> float:
-    return datetime.fromisoformat(record.date).timestamp()
-
-
 def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
     answers = shown(group, looks)
-    order: dict[str, None] = {}
+    order: list[str] = []
     for look in answers:
-        order |= dict.fromkeys(sorted(look.sets - order.keys()))
+        order += sorted(look.sets.difference(order))
     logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
     spreads = [[_spread(c, looks, look.when) for c in group] for look in answers]
     resolution = group[0].resolution if group else stats.RESOLUTION
@@ -228,7 +225,7 @@ def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[de
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
     """What the machine's other comparisons, as far as they had been shown by then, say of this one's scatter."""
-    latest = {(r.experiment, r.baseline_id): r for r in looks if _when(r) <= when}
+    latest = {(r.experiment, r.baseline_id): r for r in looks if moment(r) <= when}
     return stats.spread_of(
         np.asarray(logs) * (stats.TWIN_SCALE if run_id == TWIN else 1)
         for r in latest.values()
@@ -241,33 +238,22 @@ def _called(c: Comparison, decision: decisions.Decision | None, compared: Sequen
     """A comparison with its verdict, and with the reason where that is not what its interval alone would say."""
     if c.mechanism_only:
         return replace(c, verdict=MECHANISM_ONLY)
-    if c.role == "baseline" and c.sets:
+    if c.role in ("baseline", TWIN) and c.sets:
         return replace(c, verdict="baseline")
     if not c.sets or decision is None:
-        repeated = c.role == "twin" and c.sets
-        return replace(c, verdict="baseline" if repeated else "no result" if c.status == "ok" else c.status)
+        return replace(c, verdict="no result" if c.status == "ok" else c.status)
     ratio, word, why = decision.estimate, decision.word, ""
-    twin = _twin_of(c, ratio.sets, compared)
-    if word in (decisions.FASTER, decisions.SLOWER) and twin is not None and not decisions.beyond_twin(ratio, twin):
+    rested_on = {set_id for set_id, _ in c.logs[: ratio.sets]}
+    repeated = next((t for t in compared if t.role == TWIN and t.baseline_id == c.baseline_id), None)
+    twin = stats.estimate([log for set_id, log in repeated.logs if set_id in rested_on] if repeated else [])
+    differs = twin.exists and not twin.contains(1)
+    if word in (decisions.FASTER, decisions.SLOWER) and not decisions.beyond_twin(ratio, twin):
         word, why = decisions.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
-    elif (
-        word == decisions.SAME
-        and twin is not None
-        and not twin.contains(1)
-        and max(twin.high, 1 / twin.low) > 1 + c.resolution
-    ):
+    elif word == decisions.SAME and differs and max(twin.high, 1 / twin.low) > 1 + c.resolution:
         word, why = decisions.INCONCLUSIVE, "the repeated baseline differs by more"
     elif word == decisions.INCONCLUSIVE and not ratio.contains(1):
         why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"
     return replace(c, ratio=ratio, p=decision.p, level=decision.level, verdict=word, why=why)
-
-
-def _twin_of(c: Comparison, sets: int, compared: Sequence[Comparison]) -> stats.Estimate | None:
-    """The repeated baseline in the first so many sets of a comparison, on which its verdict rests."""
-    rested_on = {set_id for set_id, _ in c.logs[:sets]}
-    twin = next((t for t in compared if t.role == "twin" and t.baseline_id == c.baseline_id), None)
-    found = stats.estimate([log for set_id, log in twin.logs if set_id in rested_on]) if twin else None
-    return found if found is not None and found.exists else None
 
 
 def repeats_itself(looks: Sequence[RunRecord]) -> bool:
@@ -283,7 +269,8 @@ def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
     A note disappears once its configuration has been measured, by this run or a later one with more time.
     """
-    records = [replace(r, family=name) for r, name in zip(records, _names_with_size(records), strict=True)]
+    if len({r.config.image_size for r in records}) > 1:
+        records = [_with_size(r) for r in records]
     measured = {(r.family, r.run_id) for r in records if r.role in ("baseline", "candidate")}
     labels = {(r.family, r.config.data_sha256, r.label) for r in records if r.role in ("baseline", "candidate")}
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
@@ -295,10 +282,9 @@ def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
         baseline_id = r.baseline_id
         if r.role == "note":
             # A note without a configuration of its own carries the baseline's.
-            own = r.run_id != r.baseline_id
+            own, known = r.run_id != r.baseline_id, baselines[r.family]
             if (own and (r.family, r.run_id) in measured) or (r.family, r.config.data_sha256, r.label) in labels:
                 continue
-            known = baselines[r.family]
             if known and baseline_id not in known:
                 baseline_id = next(reversed(known))
         groups[r.family, baseline_id].append(r)
@@ -311,14 +297,9 @@ def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return named
 
 
-def _names_with_size(records: Sequence[RunRecord]) -> list[str]:
-    """Names of the records' families; each says its image size where several were measured."""
-    several = len({r.config.image_size for r in records}) > 1
-    sizes = (f"{r.config.image_size}x{r.config.image_size} pixels" for r in records)
-    return [
-        f"{r.family}, {size}" if several and size not in r.family else r.family
-        for r, size in zip(records, sizes, strict=True)
-    ]
+def _with_size(record: RunRecord) -> RunRecord:
+    size = f"{record.config.image_size}x{record.config.image_size} pixels"
+    return record if size in record.family else replace(record, family=f"{record.family}, {size}")
 
 
 def _differences(mine: RunConfig, other: RunConfig) -> str:
@@ -347,31 +328,30 @@ def _family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]
             sets[r.set_id].append(r)
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
     quiet = {set_id for set_id, members in sets.items() if not crowded(members)}
-    by_role = {
-        role: {r.set_id: r for r in records if r.role == role and _has_speed(r) and r.set_id in quiet}
-        for role in ("baseline", "twin")
-    }
-    base_group = next((g for (role, _), g in ordered if role == "baseline"), None)
-    found = [_comparison(group, by_role, base_group, quiet, resolution) for _, group in ordered]
-    twin = next((c.ratio for c in found if c.role == "twin"), None)
-    noise = (
-        stats.Interval(value=1.0) if twin is None else stats.Interval(value=twin.value, low=twin.low, high=twin.high)
-    )
-    return [replace(c, noise=noise) for c in found]
+
+    def usable(r: RunRecord) -> bool:
+        return r.status == "ok" and bool(r.windows) and not r.mechanism_only and r.set_id in quiet
+
+    by_role = {role: {r.set_id: r for r in records if r.role == role and usable(r)} for role in ("baseline", TWIN)}
+    base = next((g[-1] for (role, _), g in ordered if role == "baseline"), None)
+    found = [_comparison(group, by_role, base, quiet, resolution) for _, group in ordered]
+    twin = next((c.ratio for c in found if c.role == TWIN), None)
+    if twin is None:
+        return found
+    return [replace(c, noise=stats.Interval(value=twin.value, low=twin.low, high=twin.high)) for c in found]
 
 
 def _comparison(
     group: Sequence[RunRecord],
     by_role: Mapping[str, Mapping[str, RunRecord]],
-    base_group: Sequence[RunRecord] | None,
+    base: RunRecord | None,
     quiet: Collection[str],
     resolution: float,
 ) -> Comparison:
     last = group[-1]
     mechanism_only = any(r.mechanism_only for r in group)
-    ok = [r for r in group if r.status == "ok"]
-    failed = [r for r in group if r.status != "ok"]
-    measured = [] if mechanism_only else [r for r in ok if _has_speed(r)]
+    ok, failed = ([r for r in group if (r.status == "ok") == good] for good in (True, False))
+    measured = [] if mechanism_only else [r for r in ok if r.windows]
     speed = [r for r in measured if r.set_id in quiet]
     logs = [] if last.role == "baseline" else [(r.set_id, _log_ratio(r, by_role)) for r in speed]
     logs = [(set_id, log) for set_id, log in logs if math.isfinite(log)]
@@ -384,9 +364,9 @@ def _comparison(
     return Comparison(
         experiment=last.experiment,
         family=last.family,
-        baseline=base_group[-1].config if base_group else last.config,
+        baseline=(base or last).config,
         baseline_id=last.baseline_id,
-        baseline_label=base_group[-1].label if base_group else "the baseline",
+        baseline_label=base.label if base else "the baseline",
         role=last.role,
         label=last.label,
         primary=any(r.primary for r in group),
@@ -403,7 +383,6 @@ def _comparison(
         logs=tuple(logs),
         resolution=resolution,
         set_seconds=sum(sum(r.stages.values()) for r in members) / len(speed) if speed else math.nan,
-        ranks_gain=last.config.world_size / base_group[-1].config.world_size if base_group else math.nan,
         images_per_second=stats.geometric_mean(rates),
         peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
         peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
@@ -412,28 +391,13 @@ def _comparison(
 
 def _log_ratio(record: RunRecord, by_role: Mapping[str, Mapping[str, RunRecord]]) -> float:
     """What a set finds for a configuration, beside its baseline and twin; NaN where the set lacks one."""
-    base, twin = (by_role[role].get(record.set_id) for role in ("baseline", "twin"))
+    base, twin = (by_role[role].get(record.set_id) for role in ("baseline", TWIN))
     if base is None or twin is None:
         return math.nan
-    return set_log_ratio(base, twin) if record.role == "twin" else set_log_ratio(base, record, twin)
+    return set_log_ratio(base, twin) if record.role == TWIN else set_log_ratio(base, record, twin)
 
 
 def peak(record: RunRecord, kind: str) -> float:
     """Bytes of the rank that used most, of a ``kind`` that ranks report; NaN where any rank does not know."""
     peaks = [getattr(rank, kind) for rank in record.ranks]
     return float(max(peaks)) if peaks and None not in peaks else math.nan
-
-
-def _weighed(compared: Sequence[Comparison], trials: quality.Trials) -> list[Comparison]:
-    """The comparisons, each candidate with the verdict on its quality."""
-    base = {c.baseline_id: c.config for c in compared if c.role == "baseline"}
-    return [
-        replace(c, equivalence=trials.verdict(base[c.baseline_id], c.config, c.code_version))
-        if c.role == "candidate" and c.baseline_id in base
-        else c
-        for c in compared
-    ]
-
-
-def _has_speed(record: RunRecord) -> bool:
-    return record.status == "ok" and bool(record.windows) and not record.mechanism_only

@@ -21,11 +21,8 @@ LEAST_SETS = 4
 LEAST_TO_STOP = 8
 """Sets after which the width of an interval may end measuring."""
 
-FASTER = "faster"
-SLOWER = "slower"
-SAME = "same speed"
-INCONCLUSIVE = "inconclusive"
-TOO_FEW = "too few sets"
+FASTER, SLOWER, SAME = "faster", "slower", "same speed"
+INCONCLUSIVE, TOO_FEW = "inconclusive", "too few sets"
 ANSWERS = (FASTER, SLOWER, SAME)
 
 FIRST_LOOK = 0.035
@@ -33,10 +30,7 @@ TWINS_LEVEL = 0.01
 
 
 def level_of_look(look: int) -> float:
-    """Return the level of the ``look``-th evaluation (from 1): 3.5 %, then half of what is left of 5 %.
-
-    However many looks there are, their levels add up to less than 5 %, and with them the chance of a false call.
-    """
+    """Return the level of the ``look``-th evaluation (from 1): 3.5 %, then half of what is left of 5 %."""
     return FIRST_LOOK if look == 1 else (1 - LEVEL - FIRST_LOOK) / 2 ** (look - 1)
 
 
@@ -122,19 +116,19 @@ def sets_to_resolve(
     if now.sets < 2:
         return None
     deviation, added = now.standard_error * math.sqrt(now.sets), now.df - (now.sets - 1)
+
+    def narrow(n: int) -> bool:
+        return t_quantile(n - 1 + added) * deviation / math.sqrt(n) <= math.log1p(effect) / 2
+
     # The half-width falls with the number of sets, so the first that is narrow enough is found by halving.
-    found = LEAST_SETS + bisect_left(
-        range(LEAST_SETS, most + 1),
-        True,
-        key=lambda n: t_quantile(n - 1 + added) * deviation / math.sqrt(n) <= math.log1p(effect) / 2,
-    )
+    found = LEAST_SETS + bisect_left(range(LEAST_SETS, most + 1), True, key=narrow)
     return found if found <= most else None
 
 
 def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: Spread | None = None) -> int:
-    """Return how many more sets a comparison needs to resolve ``effect``; 0 when it may stop.
+    """Return how many more sets a comparison needs to resolve ``effect``: the width decides, never the ratio.
 
-    It may stop as soon as the interval is narrow enough, after eight sets or more: the width decides, never the ratio.
+    0 as soon as the interval is narrow enough, after LEAST_TO_STOP sets or more.
     """
     now = estimate(log_ratios, spread)
     if now.sets >= LEAST_TO_STOP and resolves(now.half_width) <= effect:
@@ -144,10 +138,7 @@ def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: 
 
 
 def twins_differ(p_values: Sequence[float]) -> bool:
-    """True if any twin of all questions of a machine differs, at 1 % in all (Holm).
-
-    NaN, a twin without sets enough, is not counted.
-    """
+    """True if any twin of all questions of a machine differs, at 1 % in all (Holm); NaN is not counted."""
     return any(p < TWINS_LEVEL for p in holm(p_values))
 
 

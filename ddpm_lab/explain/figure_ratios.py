@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import decisions, phrases, sentences
+from ddpm_lab.explain import decisions, findings, phrases
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, families
-from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain.findings import Finding, listed
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
@@ -42,8 +42,7 @@ def row(c: Comparison, name: str = "") -> Row:
 
 def numbers(ratio: Interval) -> str:
     """Such as "1.62  (1.55–1.69)"."""
-    span = phrases.between(ratio, to=phrases.DASH)
-    return phrases.ratio_of(ratio) + (f"  ({span})" if span else "")
+    return phrases.times(ratio).replace(" (", "  (").replace(" to ", phrases.DASH)
 
 
 def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:
@@ -64,31 +63,24 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         shown = [c for c in shown if c.role != "twin"] or shown
         if shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
-    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {_left_out(study, every)}"
+    hidden = [(c.label, phrases.failure(c)) for c in every if c.role == "note" and not c.sets]
+    hidden += [
+        (r.label, MECHANISM_ONLY if r.mechanism_only else "")
+        for r in study.records
+        if r.role != "twin" and not r.family.endswith(LOST) and (r.mechanism_only or not r.config.exchange.enabled)
+    ]
+    left_out = listed("Not shown", hidden)
     if not panels:
-        return style.message(found.headline, phrases.context(study), f"{found.claim} {_left_out(study, every)}")
+        return style.message(found.headline, phrases.context(study), f"{found.claim} {left_out}")
+    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {left_out}"
     bases = {c.baseline_label for c in every}
     return forest(
         panels,
         title=found.headline,
         context=phrases.context(study),
-        note=f"{note} {phrases.begun(sentences.quality(every))}.",
+        note=f"{note} {phrases.begun(findings.qualities(every))}.",
         label=f"speed relative to {bases.pop() if len(bases) == 1 else 'the baseline'} (above 1 is faster)",
     )
-
-
-def _left_out(study: Study, rows: Sequence[Comparison]) -> str:
-    """What has no row, by reason."""
-    reasons: dict[str, dict[str, None]] = {}
-    for c in rows:
-        if c.role == "note" and not c.sets:
-            reasons.setdefault(phrases.failure(c), {})[c.label] = None
-    for r in study.records:
-        if r.role != "twin" and not r.family.endswith(LOST) and (r.mechanism_only or not r.config.exchange.enabled):
-            reason = MECHANISM_ONLY if r.mechanism_only else ""
-            reasons.setdefault(reason, {})[r.label] = None
-    told = [phrases.joined(list(labels)) + (f" ({reason})" if reason else "") for reason, labels in reasons.items()]
-    return f"Not shown: {'; '.join(told)}." if told else ""
 
 
 def times(study: Study) -> Figure | None:

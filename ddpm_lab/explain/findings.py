@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_lab.explain import decisions, machine_state, phrases, quality, sentences, trained
+from ddpm_lab.explain import decisions, machine_state, phrases, quality, trained
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import WHOLE_QUESTION
+from ddpm_lab.plan import WEAK, WHOLE_QUESTION
+
+_SUBJECTS = {
+    "multi_gpu": ("{label} at batch {batch}", "{base}"),
+    "workers": ("training with {label}", "with {base}"),
+    "torch_compile": ("{label} {precision} training", "{base} training"),
+    "exchange": ("the exchange with {label}", "the {base}"),
+    "batch_size": ("{label}", "{base}, image for image"),
+}
+_USUAL_BATCH = dict.fromkeys(("profile", "amp", "workers", "torch_compile", "exchange"), (8, 128))
+_USUAL_BATCH["multi_gpu"] = (16, 128)
+"""Global batch size where none is given, on a CPU and on a GPU."""
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -24,11 +36,10 @@ class Finding:
     """The answer to a question, as every page, notebook, table and command shows it.
 
     ``headline`` is short enough for a title, ``evidence`` one line on what it rests on, and ``notes`` are sentences on
-    what limits it. ``verdict`` is that of the comparison that the headline is about. ``status`` is answered,
-    inconclusive, too few sets, failed, not measured, or not explained. ``sets`` are those behind the comparison; ratio
-    and interval are NaN without one, and so is the interval of the repeated baseline (``noise_low``, ``noise_high``).
-    ``way_out`` is the command that would give an answer where there is none, with its minutes. ``published`` records
-    came with the checkout.
+    what limits it. ``verdict`` is that of the comparison that the headline is about, ``sets`` are those behind it;
+    ratio, interval and that of the repeated baseline (``noise_low``, ``noise_high``) are NaN without one. ``status`` is
+    answered, inconclusive, too few sets, failed, not measured, or not explained. ``way_out`` is the command that would
+    give an answer where there is none, with its minutes. ``published`` records came with the checkout.
     """
 
     experiment: str
@@ -61,10 +72,8 @@ class Finding:
     @property
     def speed(self) -> str:
         """Ratio, interval and sets, such as "1.62 (1.55 to 1.69), 6 sets"; a dash where nothing was compared."""
-        if not self.sets:
-            return phrases.DASH
         ratio = Interval(value=self.ratio, low=self.low, high=self.high)
-        return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}"
+        return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}" if self.sets else phrases.DASH
 
 
 def plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
@@ -92,7 +101,7 @@ def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: s
             headline if headline.startswith(as_written) else phrases.begun(headline),
             ANSWERED if row.answered else row.verdict,
             *notes,
-            evidence=evidence or sentences.evidence(row),
+            evidence=evidence or evidence_of(row),
         ),
         verdict=row.verdict,
         sets=row.sets,
@@ -128,11 +137,11 @@ def compared(
         return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
     if not candidates:
         return _nothing_to_compare(study, rows, others, every)
-    lead = sentences.lead(candidates)
-    harmed = [_named(r, rows) for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
-    worse = f"Worse in quality: {phrases.joined(harmed)}." if harmed else ""
-    way_out = sentences.way_out(lead, own_images=study.own_images)
-    return replace(about(study, lead, sentences.headline(lead), *own(lead), worse, *every), way_out=way_out)
+    first = lead(candidates)
+    harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
+    notes = (*own(first), listed("Worse in quality", harmed), *every)
+    found = about(study, first, headline_of(first), *notes)
+    return replace(found, way_out=way_out_of(first, own_images=study.own_images))
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
@@ -140,7 +149,7 @@ def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
     return f"{row.label} of {row.family}" if len({r.family for r in rows}) > 1 else row.label
 
 
-def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
+def listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
     """Such as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without ``items`` (name, reason)."""
     by_reason: dict[str, list[str]] = {}
     for name, why in dict.fromkeys(items):
@@ -151,49 +160,41 @@ def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
 
 def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
     """What every comparison is shown with: what failed or was left out, faults of training, and the machine."""
-    machine = (machine_state.unknown(study), *machine_state.warnings(study))
-    return (*left_over(rows), trained.unsound(study), untrained(study), lost(study, rows), *machine)
-
-
-def left_over(rows: Sequence[Comparison]) -> tuple[str, str, str]:
-    """Name the configurations without a speed, and why: those that failed, were left out, or have none to claim."""
     lacking = [r for r in rows if r.role != "twin" and not r.sets and not r.mechanism_only]
-    mechanism = [(r.label, "") for r in rows if r.mechanism_only and r.role != "twin"]
-    failed = [(_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND]
-    left_out = [(_named(r, rows), r.reason) for r in lacking if r.status == "left out"]
+    have = {r.run_id for r in rows if r.sets}
+    lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
     return (
-        _listed("Failed", failed),
-        _listed("Left out", left_out),
-        _listed(MECHANISM_ONLY.capitalize(), mechanism),
+        listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
+        listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
+        listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
+        trained.unsound(study),
+        untrained(study),
+        listed(
+            f"Lost in {phrases.plural(len({r.set_id for r in lost}), 'set')}",
+            ((r.label, phrases.failed(r.status, r.reason)) for r in lost),
+        ),
+        machine_state.unknown(study),
+        *machine_state.warnings(study),
     )
 
 
 def untrained(study: Study) -> str:
     """Name the configurations that were not trained for quality as often as was planned, and why."""
-    notes = [r for r in study.records if r.role == "note" and r.config.purpose == "quality"]
-    lacking = [
+    lacking = (
         r
-        for r in notes
+        for r in study.records
+        if r.role == "note" and r.config.purpose == "quality"
         if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
-    ]
-    return _listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
-
-
-def lost(study: Study, rows: Sequence[Comparison]) -> str:
-    """Name the configurations that failed in some sets beside those that they were measured in, and why."""
-    have = {r.run_id for r in rows if r.sets}
-    failed = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
-    sets = phrases.plural(len({r.set_id for r in failed}), "set")
-    return _listed(f"Lost in {sets}", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))
+    )
+    return listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
 
 
 def _nothing_to_compare(
     study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], notes: Sequence[str]
 ) -> Finding:
     """The finding of a study none of whose candidates has a speed: why, and what would give one."""
-    bases = [r for r in rows if r.role == "baseline"]
+    bases, hidden = [r for r in rows if r.role == "baseline"], [r for r in others if r.mechanism_only]
     failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
-    hidden = [r for r in others if r.mechanism_only]
     unusable = [r for r in bases if not r.sets and not r.mechanism_only]
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
     status, about = FAILED, None
@@ -220,7 +221,7 @@ def _nothing_to_compare(
         status, about, cores = quality.NOT_MEASURED, few, few.config.threads * few.config.node_size
         free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
         headline = f"Not measured: {free}, and every candidate needs more"
-    way_out = sentences.command(about, own_images=study.own_images) if about else ""
+    way_out = command_of(about, own_images=study.own_images) if about else ""
     return replace(plain(study, headline, status, *notes), way_out=way_out)
 
 
@@ -232,10 +233,136 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
     if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
-    command = f"ddpm-lab run {study.experiment} --seeds 8"
-    last = study.records[-1]
-    if last.config.is_own:
-        offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
-        give = "" if "held_out_loss" in offers else "a held_out_loss and then "
-        return f"{give}{command} --workload {last.config.work_name}"
-    return f"{command}{' --data DATA' * study.own_images}"
+    command, config = f"ddpm-lab run {study.experiment} --seeds 8", study.records[-1].config
+    if not config.is_own:
+        return f"{command}{' --data DATA' * study.own_images}"
+    offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
+    give = "" if "held_out_loss" in offers else "a held_out_loss and then "
+    return f"{give}{command} --workload {config.work_name}"
+
+
+def lead(rows: Sequence[Comparison]) -> Comparison:
+    """Choose the comparison that the answer is about: the primary one, with all cores if there are several."""
+    primary = [r for r in rows if r.primary]
+    return min(primary or rows[:1], key=lambda r: (not r.answered, r.config.threads != 0))
+
+
+def difference(row: Comparison) -> str:
+    """Say how much faster or slower, whatever the verdict: "bf16 is 26 % slower than fp32"."""
+    subject, other = _subjects(row)
+    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{with_cores(row)}"
+
+
+def headline_of(row: Comparison) -> str:
+    """Say what a comparison answers, in about 15 words."""
+    subject, other = _subjects(row)
+    if row.resolved:
+        return difference(row)
+    if row.verdict == decisions.SAME:
+        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{with_cores(row)}"
+    if row.verdict == decisions.TOO_FEW:
+        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
+    low, high = (phrases.difference(end) for end in row.ratio.ends)
+    return f"No clear answer: {subject} may be {low} to {_than(high)} {other}{with_cores(row)}"
+
+
+def with_cores(row: Comparison) -> str:
+    """Return `` on 2 cores`` if fewer cores were used than there are; else an empty text."""
+    cores = row.config.threads * row.config.node_size
+    return f" on {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
+
+
+def _subjects(row: Comparison) -> tuple[str, str]:
+    subject, other = _SUBJECTS.get(row.experiment, ("{label}", "{base}"))
+    if row.loader_alone:
+        subject, other = "the loader alone with {label}", "with {base}"
+    elif WEAK in row.family:
+        subject, other = "{label}, each with its batch,", "{base}"
+    precision = "" if row.config.is_own else row.config.precision
+    names = {"label": row.label, "base": row.baseline_label, "batch": row.batch, "precision": precision}
+    return " ".join(subject.format(**names).split()), " ".join(other.format(**names).split())
+
+
+def _is(row: Comparison) -> str:
+    several = row.experiment == "multi_gpu" and not row.label.startswith("1 ")
+    return "are" if several else "is"
+
+
+def _than(difference: str) -> str:
+    return f"{difference} as" if difference.endswith("as fast") else f"{difference} than"
+
+
+def evidence_of(row: Comparison) -> str:
+    """Return ratio, interval, sets and noise floor in one line."""
+    if not row.ratio.exists:
+        return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
+    sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
+    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}{noise(row)}"
+    text += "" if row.resolved else f"; resolves {phrases.share(row.resolves)}"
+    return f"{text}{f'; {row.why}' if row.why else ''}."
+
+
+def way_out_of(row: Comparison, *, own_images: bool = False) -> str:
+    """Return the command that would give an answer, with its minutes; empty if there is one already.
+
+    Without ``--resolution`` it adds sets, as for a resolution that has been reached.
+    """
+    if row.answered or row.role != "candidate":
+        return ""
+    typed = command_of(row, own_images=own_images)
+    if row.verdict == decisions.TOO_FEW or not row.sets_needed > row.sets:
+        return typed
+    if row.minutes_needed > 120:
+        return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
+    resolution = phrases.share(row.resolution).replace(" ", "")
+    return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
+
+
+def command_of(row: Comparison, *, own_images: bool = False) -> str:
+    """Return the command that measures a comparison; DATA stands for the user's images."""
+    config = row.baseline
+    if row.experiment == "compare":
+        return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
+    words = ["ddpm-lab", "run", row.experiment]
+    if config.is_own:
+        words += ["--workload", config.work_name]
+    elif config.network != "tiny":
+        words += ["--network", config.network]
+    words += ["--data", "DATA"] * (own_images and not config.is_own)
+    words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
+    usual = _USUAL_BATCH.get(row.experiment)
+    if usual and config.global_batch_size != usual[config.device == "cuda"]:
+        words += [f"--batch-size{'s' * (row.experiment == 'multi_gpu')}", str(config.global_batch_size)]
+    return " ".join(words)
+
+
+def trains(row: Comparison) -> bool:
+    """True if the ranks synchronise gradients; without that they train separate models."""
+    return bool(row.config.exchange.enabled)
+
+
+def noise(row: Comparison) -> str:
+    """Return the noise floor after a semicolon; empty without one."""
+    floor = phrases.between(row.noise)
+    return f"; the baseline repeated {floor}" if floor else ""
+
+
+def qualities(rows: Sequence[Comparison]) -> str:
+    """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)".
+
+    A configuration with different verdicts is named with its families.
+    """
+    by_label: dict[str, dict[str, list[str]]] = {}
+    for r in rows:
+        if r.role == "candidate" and r.sets:
+            by_label.setdefault(r.label, {}).setdefault(r.quality, []).append(r.family)
+    told = {
+        f"{label} of {phrases.joined(families)}" if len(said) > 1 else label: verdict
+        for label, said in by_label.items()
+        for verdict, families in said.items()
+    }
+    others = [name for name, verdict in told.items() if verdict == QUALITY]
+    if len(others) == len(told):
+        return f"quality {QUALITY}"
+    text = f"quality: {phrases.joined([f'{name} {verdict}' for name, verdict in told.items() if verdict != QUALITY])}"
+    return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text

@@ -20,28 +20,23 @@ RECOMMENDATION = plan.RECOMMENDATION
 ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"
-"""The question whose answer rests on the records of all others too."""
-BUDGET = "profile"
-BESIDE_OTHERS = (CLAIMS, BUDGET)
+BESIDE_OTHERS = (CLAIMS, "profile")
 """Questions that are shown beside the records of all others: what to change next rests on these too."""
-TRIAL = "quality"
-"""Role of a record that trained for the weights."""
-LOOK = "look"
-"""Role of a record of an answer that was shown."""
+TRIAL, LOOK = "quality", "look"
+"""Roles of a record that trained for the weights, and of an answer that was shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
-    ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
+    ``measured_sets`` counts the sets measured by the call that made the study (0: all came from the ledger).
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
-    machine and data, which say what a configuration learns and nothing of its speed, ``published_trials`` those of any
-    machine that came with the checkout. ``bands`` name its efficiencies.
-    ``train_images`` are those of the full training that a recommendation is projected to; None is its own choice.
-    ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS. ``looks`` are the
-    answers to any question that this machine has shown: they say how much its sets scatter.
+    machine and data, ``published_trials`` those of any machine that came with the checkout. ``bands`` name its
+    efficiencies. ``train_images`` are those of the full training that a recommendation is projected to. ``beside`` are
+    the records of all other questions on the same machine, for those of BESIDE_OTHERS. ``looks`` are the answers to any
+    question that this machine has shown: they say how much its sets scatter.
     """
 
     experiment: str
@@ -71,9 +66,9 @@ class Study:
     @property
     def date(self) -> str:
         """Day of the measurements (ISO 8601), or first and last day."""
-        days = sorted({r.environment.date[:10] for r in self.records if r.role != "note"})
-        days = days or sorted({r.environment.date[:10] for r in self.records})
-        return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        measured = [r for r in self.records if r.role != "note"] or self.records
+        days = sorted({r.date[:10] for r in measured})
+        return " to ".join(dict.fromkeys((*days[:1], *days[-1:])))
 
 
 A = TypeVar("A")
@@ -101,36 +96,24 @@ def study(
     cohort: Cohort | None = None,
     output_dir: Path | str = ".",
 ) -> Study:
-    """Select the records of one experiment that may be compared.
+    """Select the records of one ``experiment`` that may be compared; "recommendation" takes those of all experiments.
 
-    Args:
-        records: everything the ledger holds, in any order.
-        experiment: its name, or "recommendation" for the records of all experiments.
-        machine: name, key, or a part of the name that only one machine has; None takes the only machine, and "all"
-            pools the sets of all of them, each compared within itself.
-        run_ids: keep only comparisons whose baseline and configuration are among these.
-        cohort: machine key, code version, data and plan; None takes the cohort measured last.
-        output_dir: where figures of the study go.
-
-    Raises:
-        LedgerError: ``machine`` names none or several, or is needed because the records come from several.
+    ``machine`` is a name, key, or a part of the name that only one machine has; None takes the only machine, and "all"
+    pools the sets of all of them, each compared within itself. With ``run_ids`` only comparisons whose baseline and
+    configuration are among these are kept. ``cohort`` is by default the one measured last. Raises LedgerError where
+    ``machine`` names none or several, or is needed because the records come from several.
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
-    looks = tuple(r for r in told if r.role == LOOK)
-    told = [r for r in told if r.role != LOOK]
-    trials = tuple(r for r in told if r.role == TRIAL)
-    untrained = [r for r in told if r.role != TRIAL]
-    beside = [r for r in untrained if r.experiment != experiment and experiment in BESIDE_OTHERS]
-    found = [r for r in untrained if r.experiment == experiment or not beside]
-    if run_ids is not None:
-        found = _asked(found, set(run_ids))
+    others = [r for r in told if r.role not in (TRIAL, LOOK)]
+    beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
+    found = [r for r in others if r.experiment == experiment or not beside]
     return Study(
         experiment=experiment,
-        records=tuple(found),
+        records=tuple(found if run_ids is None else _asked(found, set(run_ids))),
         output_dir=Path(output_dir),
-        trials=trials,
+        trials=tuple(r for r in told if r.role == TRIAL),
         beside=tuple(beside),
-        looks=looks,
+        looks=tuple(r for r in told if r.role == LOOK),
     )
 
 
@@ -196,22 +179,16 @@ def _by_experiment(records: Sequence[T]) -> list[list[T]]:
 def _machine_key(records: Sequence[T], wanted: str | None) -> str:
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
-    if wanted is None:
-        if len(machines) == 1:
-            return next(iter(machines))
-        raise LedgerError(
-            f"the records come from {len(machines)} machines: choose one by name or key, or {ALL_MACHINES} to pool "
-            f"them: {listed}"
-        )
-    for matches in (
-        [key for key, m in machines.items() if wanted in (key, m.name)],
-        [key for key, m in machines.items() if wanted.lower() in m.name.lower()],
-    ):
-        if len(matches) == 1:
-            return matches[0]
-        if matches:
-            raise LedgerError(f"machine {wanted!r} fits {len(matches)} machines: give the key of one: {listed}")
-    raise LedgerError(f"machine {wanted!r} is not in the records: choose one by name or key: {listed}")
+    if wanted is None and len(machines) > 1:
+        how = f"choose one by name or key, or {ALL_MACHINES} to pool them"
+        raise LedgerError(f"the records come from {len(machines)} machines: {how}: {listed}")
+    exact = [key for key, m in machines.items() if wanted in (None, key, m.name)]
+    fits = exact or [key for key, m in machines.items() if wanted and wanted.lower() in m.name.lower()]
+    if len(fits) > 1:
+        raise LedgerError(f"machine {wanted!r} fits {len(fits)} machines: give the key of one: {listed}")
+    if not fits:
+        raise LedgerError(f"machine {wanted!r} is not in the records: choose one by name or key: {listed}")
+    return fits[0]
 
 
 def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = False) -> list[T]:
@@ -220,8 +197,7 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = Fa
         return []
     if cohort is None:
         # A note alone does not say which measurements are the latest.
-        measured = [r for r in records if r.role != "note"] or records
-        cohort = max(measured, key=_moment).cohort
+        cohort = max([r for r in records if r.role != "note"] or records, key=moment).cohort
     return [r for r in records if r.cohort[mixed:] == cohort[mixed:]]
 
 
@@ -239,8 +215,7 @@ def read_study(
     """
     records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
     note(damaged)
-    found = study(records, name, machine=machine, output_dir=output)
-    return replace(found, published_trials=published_trials())
+    return replace(study(records, name, machine=machine, output_dir=output), published_trials=published_trials())
 
 
 def note(damaged: Iterable[Damaged]) -> None:
@@ -251,16 +226,17 @@ def note(damaged: Iterable[Damaged]) -> None:
 
 def cohorts(records: Sequence[T]) -> list[Cohort]:
     """The cohorts of the code that was measured last, the latest last: none of them is compared with another."""
-    measured = sorted((r for r in records if r.role not in ("note", TRIAL, LOOK)), key=_moment)
+    measured = sorted((r for r in records if r.role not in ("note", TRIAL, LOOK)), key=moment)
     latest = dict.fromkeys(r.cohort for r in reversed(measured) if r.cohort[1] == measured[-1].cohort[1])
     return list(latest)[::-1]
 
 
 def _one_code(trials: Sequence[T]) -> list[T]:
     """Those of the code and data that were tried last: a trial has no turns, so the plan of a set is not part of it."""
-    latest = max(trials, key=_moment).cohort[:3]
+    latest = max(trials, key=moment).cohort[:3]
     return [r for r in trials if r.cohort[:3] == latest]
 
 
-def _moment(record: RunRecord | Head) -> float:
+def moment(record: RunRecord | Head) -> float:
+    """Seconds since 1970 at which a record was made."""
     return datetime.fromisoformat(record.date).timestamp()

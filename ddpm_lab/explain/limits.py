@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.explain import operators, phrases
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.table import Table
@@ -20,7 +21,7 @@ OPTIMIZER_BYTES = 28
 """Of each weight in a step of Adam: weight and two moments read and written, the gradient read, four bytes each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Work of one kind for an image: its FLOP, its bytes, and the seconds that either takes at the machine's peak."""
 
@@ -47,12 +48,9 @@ class Roofline:
 
     precision: str
     flops: float
-    single_flops: float
     bandwidth: float
     parts: tuple[Part, ...]
     measured_seconds: float
-    shares: Mapping[str, float]
-    """Share of each kind of work in the time of a step's operators, from a profile; empty without one."""
 
     @property
     def eager_seconds(self) -> float:
@@ -78,78 +76,49 @@ class Roofline:
 def roofline(study: Study, own: Comparison | None) -> Roofline | None:
     """The roofline of ``own``, a row of the lab's trainer, from the work and the peaks of its network and device.
 
-    None where these were not measured in its precision, where it does not train, and where it reads faster than the
-    peak: then one of the two is wrong.
+    None where these were not measured in its precision, where it does not train, and where it is faster than the peak:
+    then one of the two is wrong.
     """
     if own is None or own.config.workload != DDPM:
         return None
-    config = own.config
-    peaks, precision = _peaks(study, config), config.precision
-    if not {"bandwidth", "fp32", precision} <= peaks.keys():
+    peaks, work, precision = _peaks(study, own.config), _work(study, own.config), own.config.precision
+    if not {"bandwidth", "fp32", precision} <= peaks.keys() or not work:
         return None
-    flops, bandwidth = peaks[precision], peaks["bandwidth"]
-    parts = []
-    for kind, work in _work(study, config).items():
-        if kind == "weights":
-            size = OPTIMIZER_BYTES * work["elements"] / own.batch
-            parts.append(_part(OPTIMIZER, 0.0, size, flops, bandwidth))
-        else:
-            parts.append(_part(kind, work["flop"], BYTES[precision] * work["elements"], flops, bandwidth))
-    if not parts:
-        return None
+    flops, bandwidth, parts = peaks[precision], peaks["bandwidth"], []
+    for name, of in work.items():
+        kind, flop, size = name, of.get("flop", 0.0), BYTES[precision] * of["elements"]
+        if name == "weights":
+            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch
+        parts.append(Part(kind, flop, size, compute_seconds=flop / flops, memory_seconds=size / bandwidth))
     line = Roofline(
         precision=precision,
         flops=flops,
-        single_flops=peaks["fp32"],
         bandwidth=bandwidth,
         parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
         measured_seconds=own.step_seconds / own.batch,
-        shares=_shares(study, config),
     )
     return line if line.flop_share <= 1 else None
-
-
-_KINDS = {
-    "convolution": "convolution",
-    "matrix product, attention": "matrix product",
-    "normalisation": "normalisation",
-    "element-wise, sums": "element-wise",
-    "optimizer and averaging": OPTIMIZER,
-}
-"""Kinds of work by the classes of a profile's operators; any other is the rest."""
-
-
-def _shares(study: Study, config: RunConfig) -> dict[str, float]:
-    """What each kind of work took of the operators' time when ``config`` was profiled last; empty if it never was."""
-    mine = [r for r in study.records if replace(r.config, purpose=config.purpose).run_id == config.run_id]
-    record = operators.latest_profile(mine)
-    found: dict[str, float] = {}
-    for row in operators.classes(record) if record else ():
-        kind = _KINDS.get(row.name, "rest")
-        found[kind] = found.get(kind, 0.0) + row.share
-    return found
-
-
-def _part(kind: str, flop: float, size: float, flops: float, bandwidth: float) -> Part:
-    return Part(kind=kind, flop=flop, bytes=size, compute_seconds=flop / flops, memory_seconds=size / bandwidth)
 
 
 def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
     found: dict[str, float] = {}
     for row in comparisons(study):
-        if not row.family.startswith(LIMITS) or not row.sets or row.role == "twin":
+        if not row.family.startswith(LIMITS) or not row.sets or row.role == "twin" or not _alike(row.config, config):
             continue
-        if not _alike(row.config, config):
-            continue
-        mine = (rank_zero(r) for r in reversed(study.records) if r.run_id == row.run_id)
-        seen = next(filter(None, mine), {})
+        seen = _seen(study, lambda c: c.run_id == row.run_id)  # noqa: B023
         if seen.get("flop"):
             precision, speed = row.config.precision, seen["flop"] / row.step_seconds
             found[precision] = max(found.get(precision, 0.0), speed)
         elif seen.get("bytes"):
             found["bandwidth"] = seen["bytes"] / row.step_seconds
     return found
+
+
+def _seen(study: Study, of: Callable[[RunConfig], bool], key: str = "") -> dict[str, Any]:
+    """The last that rank 0 of any such configuration witnessed, or of it a ``key``; empty without."""
+    found = (rank_zero(r) for r in reversed(study.records) if of(r.config))
+    return next((value for seen in found if (value := seen.get(key) if key else seen)), {})
 
 
 def peaks(study: Study) -> str:
@@ -163,8 +132,7 @@ def peaks(study: Study) -> str:
 
 
 def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
-    alike = (rank_zero(r) for r in reversed(study.records) if _alike(r.config, config))
-    return next((work for seen in alike if (work := seen.get("work"))), {})
+    return _seen(study, lambda c: _alike(c, config), "work")
 
 
 def _alike(one: RunConfig, other: RunConfig) -> bool:
@@ -178,17 +146,17 @@ def flop_per_image(study: Study, config: RunConfig) -> float | None:
 
 
 def sentence(study: Study, own: Comparison | None) -> str:
-    """How far from the limit, in one sentence; empty where it was not measured."""
+    """How far from the limit; empty where it was not measured."""
     line = roofline(study, own)
     return "" if line is None else sentence_of(line)
 
 
 def sentence_of(line: Roofline) -> str:
-    """How far from the limit, in one sentence."""
-    percent = f"{100 * line.flop_share:.0f} %"
+    """How far from the limit, in two sentences."""
     return (
-        f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}. "
-        f"Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and normalisation free."
+        f"It reaches {100 * line.flop_share:.0f} % of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s "
+        f"in {line.precision}. Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and "
+        "normalisation free."
     )
 
 
@@ -197,25 +165,20 @@ def table(study: Study, own: Comparison | None) -> Table:
     line = roofline(study, own)
     if line is None:
         return []
-    cells = [
+    rows = [
         {
             "Operator": part.kind,
             "GFLOP/image": f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH,
             "MB/image": f"{part.bytes / 1e6:.1f}",
             "At peak": phrases.seconds(part.seconds),
             "Bound by": part.bound,
-            **({"Time in a profile": f"{100 * line.shares.get(part.kind, 0.0):.0f} %"} if line.shares else {}),
         }
         for part in line.parts
     ]
-    totals = (
+    for name, value in (
         ("all, each kernel for itself", line.eager_seconds),
         ("convolutions, products and optimizer alone", line.fused_seconds),
         ("measured", line.measured_seconds),
-    )
-    timed = {"Time in a profile": ""} if line.shares else {}
-    cells += [
-        {"Operator": name, "GFLOP/image": "", "MB/image": "", "At peak": phrases.seconds(value), "Bound by": ""} | timed
-        for name, value in totals
-    ]
-    return cells
+    ):
+        rows.append({**dict.fromkeys(rows[0], ""), "Operator": name, "At peak": phrases.seconds(value)})
+    return rows

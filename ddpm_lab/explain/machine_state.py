@@ -12,7 +12,7 @@ from ddpm_lab.explain.comparisons import peak, repeats_itself
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, Window, crowded
+from ddpm_lab.record import RunRecord, crowded
 
 NOT_AVAILABLE = "not available"
 _REASONS = {
@@ -25,13 +25,14 @@ _REASONS = {
 }
 """Bits of nvmlClocksThrottleReason that slow a busy GPU down; the others are settings, or say that it was idle."""
 
+Say = Callable[[Sequence[float]], str]
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A window, or the windows of a time budget, and what other processes used meanwhile.
+    """A window, or the windows of a time budget, and what other processes used meanwhile; None is unknown.
 
-    ``turn`` counts from 1 over all sets of the study in their order; the set of a ``disturbed`` one does not count.
-    None is unknown.
+    ``turn`` counts from 1 over all sets of the study in their order.
     """
 
     record: RunRecord
@@ -40,7 +41,6 @@ class Moment:
     images: int
     others_cores: float | None
     stolen_seconds: float | None
-    disturbed: bool
     state: dict[str, float | None]
 
 
@@ -49,7 +49,7 @@ def moments(study: Study) -> list[Moment]:
     """Return every window of the study's sets in order, or the time budget of a profile."""
     found: list[Moment] = []
     first: dict[str, int] = {}
-    turns, disturbed = 0, disturbed_sets(study)
+    turns = 0
     for r in study.records:
         if r.family.endswith(LOST):  # beside the answer, and nothing that anybody would train with
             continue
@@ -57,11 +57,11 @@ def moments(study: Study) -> list[Moment]:
             first[r.set_id] = turns
             turns += 1 + max(w.turn for w in r.windows)
         for w in r.windows:
-            values = (w.seconds, w.images, w.others_cores, w.stolen_seconds, r.set_id in disturbed, w.state)
-            found.append(Moment(r, first[r.set_id] + w.turn + 1, *values))
+            turn = first[r.set_id] + w.turn + 1
+            found.append(Moment(r, turn, w.seconds, w.images, w.others_cores, w.stolen_seconds, w.state))
         if taken := (r.profile or {}).get("budget"):
             others, stolen = taken.get("others_cores"), taken.get("stolen_seconds")
-            found.append(Moment(r, 0, None, 0, others, stolen, False, taken.get("state", {})))
+            found.append(Moment(r, 0, None, 0, others, stolen, taken.get("state", {})))
     return sorted(found, key=lambda m: m.turn)
 
 
@@ -93,7 +93,7 @@ def warnings(study: Study) -> tuple[str, ...]:
         told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
     if not repeats_itself(study.looks):
         told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
-    return (*told, *cores_used(study))
+    return (*told, *_cores_used(study))
 
 
 def busy(study: Study) -> str:
@@ -101,11 +101,11 @@ def busy(study: Study) -> str:
     return "".join(f" {sentence}" for sentence in warnings(study))
 
 
-def cores_used(study: Study) -> list[str]:
+def _cores_used(study: Study) -> list[str]:
     """Return a sentence if fewer cores were used than there are, and whether others used the rest."""
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
     for r in study.records:
-        used, most = r.config.threads * r.config.node_size, r.environment.machine.usable_cores
+        used, most = r.config.threads * r.config.node_size, r.machine.usable_cores
         if r.role == "baseline" and r.config.device == "cpu" and 0 < used < most:
             taken[used, most] += [w.others_cores or 0.0 for w in r.windows]
     told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken)]
@@ -114,91 +114,75 @@ def cores_used(study: Study) -> list[str]:
     return [f"Measured with {' and '.join(told)}{': other processes used the rest' * others}."] if told else []
 
 
-def configurations(study: Study) -> dict[str, list[Moment]]:
-    """Group moments by configuration without twins; several families are named."""
-    found = [m for m in moments(study) if m.record.role != "twin"]
-    several = len({m.record.family for m in found}) > 1
-    named = defaultdict(list)
-    for m in found:
-        named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
-    return named
-
-
 def table(study: Study) -> Table:
     """Return one row a quantity; "not available" if nothing could be read."""
-    found = moments(study)
-    rows: list[tuple[str, str]] = []
+    found, rows = moments(study), list[tuple[str, str]]()
     if found:
-        rows = [*_host(study, found), *(_gpu(found) if _on_gpu(found) else [])]
-        if not _on_gpu(found):
-            rows.append(("GPU utilisation, clocks, temperature, power and energy", NOT_AVAILABLE))
-    for name, own in configurations(study).items():
-        energy = [e for m in own if (e := joules_per_image(m)) is not None]
-        if energy:
-            rows.append((f"Energy per image, {name}", f"{phrases.significant(median(energy))} J"))
+        rows += _host(study, found)
+        on_gpu = any(m.record.config.device == "cuda" for m in found)
+        none = ("GPU utilisation, clocks, temperature, power and energy", NOT_AVAILABLE)
+        rows += _gpu(found) if on_gpu else [none]
+    several = len({m.record.family for m in found if m.record.role != "twin"}) > 1
+    named = defaultdict(list)
+    for m in found:
+        if m.record.role != "twin":
+            named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
+    for name, own in named.items():
+        known = ((m.state.get("gpu_power_watts"), m.seconds, m.images) for m in own)
+        joules = [watts * seconds / n for watts, seconds, n in known if watts is not None and seconds and n]
+        if joules:
+            rows.append((f"Energy per image, {name}", f"{phrases.significant(median(joules))} J"))
         rows.append((f"Peak memory of a rank, {name}", _peak(own[-1].record)))
     return [{"Meanwhile": name, "Value": value} for name, value in rows]
 
 
-def joules_per_image(moment: Moment | Window) -> float | None:
-    """Return the energy of the group's GPUs per image (mean power times seconds); None if unknown."""
-    watts = moment.state.get("gpu_power_watts")
-    return None if watts is None or not moment.images or not moment.seconds else watts * moment.seconds / moment.images
+def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
+    cores, total = study.records[-1].machine.usable_cores, study.records[-1].environment.ram_bytes
+    spans = [(m.stolen_seconds, m.state.get("watched_seconds") or m.seconds) for m in found]
+    stolen = [100 * took / seconds / cores for took, seconds in spans if took is not None and seconds]
+    others = [m.others_cores for m in found if m.others_cores is not None]
+    of = f" of {phrases.memory(total)}" if total else ""
+    sets = {m.record.set_id for m in found if m.record.windows}
+    rows: list[tuple[str, str | list[float], Say]] = [
+        (
+            "Cores kept busy by other processes",
+            others,
+            lambda v: f"{fmean(v):.2f} of {cores} on average, at most {max(v):.2f}",
+        ),
+        ("Core time taken by the hypervisor", stolen, lambda v: f"{fmean(v):.1f} % on average, at most {max(v):.1f} %"),
+        ("Held back by a CPU quota", "cgroup_throttled_seconds", lambda v: f"{phrases.seconds(sum(v))} in all"),
+        ("CPU utilisation", "cpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
+        ("Memory of the machine in use", "ram_used_bytes", lambda v: f"at most {phrases.memory(max(v))}{of}"),
+    ]
+    lost = f"{len(disturbed_sets(study) & sets)} of {len(sets)}"
+    return [*_said(found, rows), *([("Disturbed sets, which do not count", lost)] if sets else [])]
 
 
-def _on_gpu(found: Sequence[Moment]) -> bool:
-    return any(m.record.config.device == "cuda" for m in found)
+def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
+    least = _known(found, "gpu_clock_min_mhz")
+    at_least = f"{min(least):,.0f} MHz" if least else NOT_AVAILABLE
+    held = _known(found, "gpu_others_bytes")
+    memory = phrases.memory(max(held)) if held else NOT_AVAILABLE
+    rows: list[tuple[str, str | list[float], Say]] = [
+        ("GPU utilisation", "gpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
+        ("GPU clock", "gpu_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average, at least {at_least}"),
+        ("GPU memory clock", "gpu_memory_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average"),
+        ("GPU slowed down by", "gpu_throttle_reasons", _throttled),
+        ("GPU temperature", "gpu_temperature_celsius", lambda v: f"at most {max(v):.0f} \N{DEGREE SIGN}C"),
+        ("Power of a group's GPUs", "gpu_power_watts", lambda v: f"{fmean(v):,.0f} W on average"),
+        ("Other processes on the GPU", "gpu_others", lambda v: f"at most {max(v):.0f}, memory {memory}"),
+    ]
+    return _said(found, rows)
 
 
 def _known(found: Sequence[Moment], name: str) -> list[float]:
     return [value for m in found if (value := m.state.get(name)) is not None]
 
 
-def _said(values: Sequence[float], say: Callable[[Sequence[float]], str]) -> str:
-    return say(values) if values else NOT_AVAILABLE
-
-
-def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
-    cores, total = study.records[-1].environment.machine.usable_cores, study.records[-1].environment.ram_bytes
-    others = [m.others_cores for m in found if m.others_cores is not None]
-    spans = [(m.stolen_seconds, m.state.get("watched_seconds") or m.seconds) for m in found]
-    stolen = [100 * took / seconds / cores for took, seconds in spans if took is not None and seconds]
-    of = f" of {phrases.memory(total)}" if total else ""
-    lost = {m.record.set_id for m in found if m.disturbed}
-    sets = {m.record.set_id for m in found if m.record.windows}
-
-    def row(name: str, key: str, say: Callable[[Sequence[float]], str]) -> tuple[str, str]:
-        return name, _said(_known(found, key), say)
-
-    return [
-        (
-            "Cores kept busy by other processes",
-            _said(others, lambda v: f"{fmean(v):.2f} of {cores} on average, at most {max(v):.2f}"),
-        ),
-        (
-            "Core time taken by the hypervisor",
-            _said(stolen, lambda v: f"{fmean(v):.1f} % on average, at most {max(v):.1f} %"),
-        ),
-        row("Held back by a CPU quota", "cgroup_throttled_seconds", lambda v: f"{phrases.seconds(sum(v))} in all"),
-        row("CPU utilisation", "cpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
-        row("Memory of the machine in use", "ram_used_bytes", lambda v: f"at most {phrases.memory(max(v))}{of}"),
-        *([("Disturbed sets, which do not count", f"{len(lost)} of {len(sets)}")] if sets else []),
-    ]
-
-
-def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
-    least = _said(_known(found, "gpu_clock_min_mhz"), lambda v: f"{min(v):,.0f} MHz")
-    held = _said(_known(found, "gpu_others_bytes"), lambda v: phrases.memory(max(v)))
-    rows: list[tuple[str, str, Callable[[Sequence[float]], str]]] = [
-        ("GPU utilisation", "gpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
-        ("GPU clock", "gpu_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average, at least {least}"),
-        ("GPU memory clock", "gpu_memory_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average"),
-        ("GPU slowed down by", "gpu_throttle_reasons", _throttled),
-        ("GPU temperature", "gpu_temperature_celsius", lambda v: f"at most {max(v):.0f} \N{DEGREE SIGN}C"),
-        ("Power of a group's GPUs", "gpu_power_watts", lambda v: f"{fmean(v):,.0f} W on average"),
-        ("Other processes on the GPU", "gpu_others", lambda v: f"at most {max(v):.0f}, memory {held}"),
-    ]
-    return [(name, _said(_known(found, key), say)) for name, key, say in rows]
+def _said(found: Sequence[Moment], rows: Sequence[tuple[str, str | list[float], Say]]) -> list[tuple[str, str]]:
+    """Values, or those of a key of the state, in words."""
+    known = ((name, _known(found, v) if isinstance(v, str) else v, say) for name, v, say in rows)
+    return [(name, say(values) if values else NOT_AVAILABLE) for name, values, say in known]
 
 
 def _throttled(masks: Sequence[float]) -> str:
@@ -208,11 +192,10 @@ def _throttled(masks: Sequence[float]) -> str:
 
 def _peak(record: RunRecord) -> str:
     """Return the peak memory of the largest rank; on a GPU also the share reserved, and headroom."""
-    config, kinds = record.config, ("peak_memory_bytes", "peak_rss_bytes")
-    text = phrases.peak_of(config, *(peak(record, kind) for kind in kinds))
+    text = phrases.peak_of(record.config, peak(record, "peak_memory_bytes"), peak(record, "peak_rss_bytes"))
     reserved = max((rank.peak_reserved_bytes or 0 for rank in record.ranks), default=0)
     cards = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
-    if config.device == "cpu" or not reserved or not cards or None in cards:
+    if record.config.device == "cpu" or not reserved or not cards or None in cards:
         return text
     total = min(cards)
     return (

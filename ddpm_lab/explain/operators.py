@@ -23,10 +23,6 @@ CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
 
 OTHER = "other"
-# Ranges that the profiler lays around operators: their exclusive time is the Python code between operators.
-_RANGES = ("ProfilerStep",)
-
-
 PLURALS = {
     "convolution": "convolutions",
     "matrix product, attention": "matrix products and attention",
@@ -75,10 +71,10 @@ def operators(record: RunRecord) -> list[Operator]:
     rows = [
         (op["name"], int(op["calls"]), float(op.get(field) or 0.0))
         for op in (record.profile or {}).get("operators", ())
-        if not op["name"].startswith(_RANGES)
+        if not op["name"].startswith("ProfilerStep")  # a range around operators: the Python code between them
     ]
     total = sum(seconds for *_, seconds in rows)
-    found = [Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0]
+    found = (Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0)
     return sorted(found, key=lambda op: (-op.seconds, op.name))
 
 
@@ -87,21 +83,19 @@ def classes(record: RunRecord) -> list[Operator]:
     kinds: dict[str, list[Operator]] = defaultdict(list)
     for op in operators(record):
         kinds[op.kind].append(op)
-    found = [
+    found = (
         Operator(kind, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
         for kind, ops in kinds.items()
-    ]
+    )
     return sorted(found, key=lambda op: (op.name == OTHER, -op.seconds))
 
 
 def shares(record: RunRecord) -> tuple[str, str]:
     """What the classes of a profile say, in one line and with what comes next; it must hold operator time."""
-    found = classes(record)
-    first = found[0]
-    verb = "take" if first.name in PLURALS else "takes"
-    noun = PLURALS.get(first.name, first.name)
-    short = f"{noun.capitalize()} {verb} {100 * first.share:.0f} % of the operator time of a training step"
-    rest = [f"{r.name} {100 * r.share:.0f} %" for r in found[1:4]]
+    first, *others = classes(record)
+    subject = f"{PLURALS[first.name]} take" if first.name in PLURALS else f"{first.name} takes"
+    short = f"{phrases.begun(subject)} {100 * first.share:.0f} % of the operator time of a training step"
+    rest = [f"{r.name} {100 * r.share:.0f} %" for r in others[:3]]
     steps = phrases.plural(int((record.profile or {}).get("steps", 0)), "profiled step")
     kind = "device" if on_device(record) else "CPU"
     text = f"Next {'come' if len(rest) > 1 else 'comes'} {phrases.joined(rest)}. " if rest else ""

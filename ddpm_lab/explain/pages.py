@@ -65,8 +65,8 @@ class Page:
     @property
     def kind(self) -> str:
         """How the chip is coloured: answered, unresolved, failed, or idle."""
-        kinds = {FAILED: "failed", STOPPED: "failed", NOT_RUN: "idle"}
-        return kinds.get(self.state, ANSWERED if self.status == ANSWERED else "unresolved")
+        done = ANSWERED if self.status == ANSWERED else "unresolved"
+        return {FAILED: "failed", STOPPED: "failed", NOT_RUN: "idle"}.get(self.state, done)
 
     @property
     def headline(self) -> str:
@@ -152,10 +152,7 @@ def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> 
 
 
 def write_page(page: Page, notebook: Any, target: Path) -> None:
-    """Write one executed notebook as HTML.
-
-    Raises OSError if the file cannot be written.
-    """
+    """Write one executed notebook as HTML. Raises OSError if the file cannot be written."""
     from nbconvert import HTMLExporter  # takes two seconds, which kernels that only show can save
 
     shown = copy.deepcopy(notebook)
@@ -195,16 +192,13 @@ def write_index(
     missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page; ``calibration`` says
     how finely this machine measures, if it was asked. Raises OSError if the file cannot be written.
     """
-    given = {"notice": notice, "command": command, "ledger": ledger, "calibration": calibration, "facts": facts or {}}
     title = f"Which settings train {subject} fastest on this machine?"
+    given = {"notice": notice, "command": command, "ledger": ledger, "calibration": calibration, "facts": facts or {}}
     _render("index.html.j2", target, title=title, pages=pages, answered=answers(pages), **given)
 
 
 def write_markdown(text: str, target: Path) -> None:
-    """Write Markdown as a page: its first line is the title, and pictures beside ``target`` are put into the page.
-
-    Raises OSError if the file cannot be written.
-    """
+    """Write Markdown as a page: its first line is the title, and pictures beside ``target`` are put into the page."""
     body = str(_html(text, embed_images=True, path=str(target.parent)))
     for tag, wrapped in (("<table>", '<div class="scroll" tabindex="0"><table>'), ("</table>", "</table></div>")):
         body = body.replace(tag, wrapped)

@@ -50,28 +50,24 @@ def decimals(ratio: Interval) -> int:
     return 2 if ratio.value < 10 else 1
 
 
-def between(ratio: Interval, *, to: str = " to ") -> str:
+def between(ratio: Interval) -> str:
     """Return the interval, such as "1.55 to 1.69"; empty without one."""
+    if not ratio.exists:
+        return ""
     digits = decimals(ratio)
     low = "<0.01" if ratio.low < 0.01 else f"{ratio.low:.{digits}f}"
-    high = ">100" if ratio.high > 100 else f"{ratio.high:.{digits}f}"  # of two sets that differ by chance
-    return f"{low}{to}{high}" if ratio.exists else ""
-
-
-def ratio_of(ratio: Interval) -> str:
-    """Such as "1.62"."""
-    return f"{ratio.value:.{decimals(ratio)}f}"
+    return f"{low} to " + (">100" if ratio.high > 100 else f"{ratio.high:.{digits}f}")  # of two sets, by chance
 
 
 def times(ratio: Interval, *, what: str = "") -> str:
     """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
-    span = between(ratio)
-    return f"{ratio_of(ratio)}{what}" + (f" ({span})" if span else "")
+    span = f" ({between(ratio)})" if ratio.exists else ""
+    return f"{ratio.value:.{decimals(ratio)}f}{what}{span}"
 
 
 def ratio(row: Comparison) -> str:
     """Such as "1.62"."""
-    return ratio_of(row.ratio)
+    return f"{row.ratio.value:.{decimals(row.ratio)}f}"
 
 
 def ratio_with_interval(row: Comparison, what: str = "") -> str:
@@ -123,12 +119,12 @@ def memory(value: float) -> str:
 
 
 def peak_memory(row: Comparison) -> str:
-    """Peak memory of a rank: "1.2 GiB" of its GPU, on a CPU the host's resident set, such as "412 MiB RSS"."""
+    """Peak memory of a rank of a comparison."""
     return peak_of(row.config, row.peak_memory_bytes, row.peak_rss_bytes)
 
 
 def peak_of(config: RunConfig, allocated: float, resident: float) -> str:
-    """Return the same from bytes: of the GPU, and of the resident set."""
+    """Peak memory of a rank: "1.2 GiB" of its GPU, on a CPU the host's resident set, such as "412 MiB RSS"."""
     if config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident):
         return f"{memory(resident)} RSS"
     return memory(allocated)
@@ -141,17 +137,20 @@ def throughput(row: Comparison) -> str:
 
 def settings(config: RunConfig) -> str:
     """The settings that the experiments vary: "2 ranks, bf16, compiled, files with 2 workers"."""
-    unit = "GPU" if config.device == "cuda" else "CPU rank"
-    formats, workers = [config.precision], plural(config.loader_workers, "worker")
-    loads = ["files", workers] if config.loader == "files" else [f"{config.loader} data"]
-    if config.is_own:
-        formats = [] if config.option("number_format", "") else formats
-        loads = [] if config.option("samples", None) is None else [workers]
-    compiled = ["compiled"] * (config.compile != "off")
-    lab = not config.is_own
-    forms = ["NCHW"] * (lab and not config.channels_last) + ["joined kernels"] * (lab and config.kernels == "fused")
-    forms += ["freed memory kept"] * (config.freed_memory == "kept")
-    return ", ".join([plural(config.world_size, unit), *formats, *compiled, *forms, *loads])
+    lab, workers = not config.is_own, plural(config.loader_workers, "worker")
+    files = config.loader == "files" if lab else config.option("samples", None) is not None
+    told = {
+        plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank"): True,
+        config.precision: lab or not config.option("number_format", ""),
+        "compiled": config.compile != "off",
+        "NCHW": lab and not config.channels_last,
+        "joined kernels": lab and config.kernels == "fused",
+        "freed memory kept": config.freed_memory == "kept",
+        "files": lab and files,
+        workers: files,
+        f"{config.loader} data": lab and not files,
+    }
+    return ", ".join(word for word, holds in told.items() if holds)
 
 
 def work(config: RunConfig) -> str:
@@ -173,14 +172,13 @@ def training(study: Study) -> str:
 def context(study: Study, *, batch: bool = True) -> str:
     """Return the subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
     aside = ("note", "choice", "search", "largest", "check", "wrong")
-    shown = [r for r in study.records if r.role not in aside] or list(study.records)
+    shown = [r for r in study.records if r.role not in aside] or study.records
     if not shown:
         return "the ledger holds no record for this question"
     # Parts of the lost scaling stand beside an answer, and have a figure of their own.
     shown = [r for r in shown if not r.family.endswith(LOST)] or shown
     configs = [r.config for r in shown]
-    own = [c for c in configs if c.is_own]
-    parts = [study.hardware]
+    own, parts = [c for c in configs if c.is_own], [study.hardware]
     if ours := any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs):
         sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
         parts.append(f"{_values(c.network for c in configs)} network, {sizes} images")
@@ -219,9 +217,7 @@ def difference(ratio: float) -> str:
     """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast"."""
     if ratio >= 2:
         return f"{ratio:.2g} times as fast"
-    if ratio >= 1:
-        return f"{share(ratio - 1)} faster"
-    return f"{share(1 - ratio)} slower"
+    return f"{share(ratio - 1)} faster" if ratio >= 1 else f"{share(1 - ratio)} slower"
 
 
 LOSS = ("Loss difference (90 % interval)", "Margin")

@@ -17,7 +17,6 @@ from IPython.display import display
 from ddpm_lab.explain import findings, machine_state, operators, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import save
-from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pages import METADATA, spoken_date
 from ddpm_lab.explain.table import Table, html, literal, plain
 
@@ -63,9 +62,9 @@ def finding(answer: Answer) -> None:
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     facts = {name: value for name, value in facts.items() if value}
-    head = [f"**{literal(found.headline)}**", *([literal(found.evidence)] if found.evidence else [])]
+    head = [f"**{literal(found.headline)}**", *filter(None, [literal(found.evidence)]), ""]
     items = [*map(literal, found.notes), *(f"**{name}:** {literal(value)}" for name, value in facts.items())]
-    marked = "\n\n".join(head) + "\n\n" + "\n".join(f"- {item}" for item in items)
+    marked = "\n\n".join(head) + "\n".join(f"- {item}" for item in items)
     items = [*found.notes, *(f"{name}: {value}" for name, value in facts.items())]
     plain = "\n".join([*filter(None, (found.headline, found.evidence)), "", *(f"- {item}" for item in items)])
     _display({"text/markdown": marked, "text/plain": plain}, {METADATA: values})
@@ -73,8 +72,10 @@ def finding(answer: Answer) -> None:
 
 def more(answer: Answer) -> None:
     """Show the further figures and tables of an answer, each under a line that says what it shows; name its traces."""
-    study = answer.study
-    further, numbers, traces = answer.figures(), answer.tables(), _traces(study)
+    further, numbers = answer.figures(), answer.tables()
+    record = operators.latest_profile(answer.study.records)
+    paths = [Path("trace_output", name) for name in (record.profile or {}).get("traces", ())] if record else []
+    traces = ", ".join(f"`{path}`" for path in paths if (answer.study.output_dir / path).is_file())
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
@@ -84,17 +85,8 @@ def more(answer: Answer) -> None:
         _display({"text/markdown": literal(caption), "text/plain": caption})
         _show_table(frame)
     if traces:
-        names = ", ".join(f"`{trace}`" for trace in traces)
-        text = f"Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: {names}"
+        text = f"Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: {traces}"
         _display({"text/markdown": text, "text/plain": text.replace("`", "")})
-
-
-def _traces(study: Study) -> list[Path]:
-    """The traces of the latest profile that are there, seen from the output folder."""
-    record = operators.latest_profile(study.records)
-    names = (record.profile or {}).get("traces", []) if record else []
-    paths = [Path("trace_output", name) for name in names]
-    return [path for path in paths if (study.output_dir / path).is_file()]
 
 
 def _path(answer: Answer, suffix: str = "") -> Path:

@@ -41,7 +41,7 @@ class Interval:
 
     @property
     def inverse(self) -> Self:
-        """The interval of 1 / value, of which the upper end is that of the lower one."""
+        """The interval of 1 / value."""
         return replace(self, value=1 / self.value, low=1 / self.high, high=1 / self.low)
 
     def contains(self, x: float) -> bool:
@@ -51,19 +51,20 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate(Interval):
-    """A geometric mean over ``sets``, and the p-value against 1; NaN where sets do not suffice."""
+    """A geometric mean over ``sets``, and the p-value against 1; NaN where sets do not suffice.
+
+    ``standard_error`` is of the mean log ratio; ``df`` are the degrees of freedom of Student's t, a ``Spread``'s too.
+    """
 
     p: float
     sets: int
     standard_error: float = math.nan
-    """Of the mean log ratio."""
     df: float = math.nan
-    """Degrees of freedom of Student's t; with a ``Spread`` its own are among them."""
 
     @property
     def half_width(self) -> float:
         """Half the width of the interval of the log ratio; infinite where sets do not suffice for one."""
-        return math.inf if math.isnan(self.low) else (math.log(self.high) - math.log(self.low)) / 2
+        return (math.log(self.high) - math.log(self.low)) / 2 if self.exists else math.inf
 
 
 MOST_PRIOR_DF = 4.0
@@ -101,8 +102,7 @@ def spread_of(others: Iterable[npt.ArrayLike]) -> Spread | None:
     """
     from scipy import special
 
-    samples = [_finite(values) for values in others]
-    samples = [values for values in samples if len(values) > 1 and np.ptp(values) > 0]
+    samples = [values for values in map(_finite, others) if len(values) > 1 and np.ptp(values) > 0]
     if len(samples) < LEAST_OTHERS:
         return None
     half = np.array([(len(values) - 1) / 2 for values in samples])
@@ -148,21 +148,14 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
     n = len(values)
     mean = float(values.mean()) if n else math.nan
     if n < 2:
-        return Estimate(value=math.exp(mean), low=math.nan, high=math.nan, p=math.nan, sets=n)
+        return Estimate(value=math.exp(mean), p=math.nan, sets=n)
     variance, added = steadied(float(values.var(ddof=1)), n - 1, spread)
     df, error = n - 1 + added, math.sqrt(variance / n)
     half = t_quantile(df) * error
     # Without any spread the t statistic is infinite, or undefined where the mean is zero too.
     statistic = abs(mean) / error if error > 0 else math.inf if mean else 0.0
-    return Estimate(
-        value=math.exp(mean),
-        low=math.exp(mean - half),
-        high=math.exp(mean + half),
-        p=2 * float(special.stdtr(df, -statistic)),
-        sets=n,
-        standard_error=error,
-        df=df,
-    )
+    p, low, high = 2 * float(special.stdtr(df, -statistic)), math.exp(mean - half), math.exp(mean + half)
+    return Estimate(value=math.exp(mean), low=low, high=high, p=p, sets=n, standard_error=error, df=df)
 
 
 def _finite(logs: npt.ArrayLike) -> Array:
@@ -196,31 +189,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     They keep the chance of any false call among k comparisons at the level of one. NaN is not counted and stays NaN.
     """
-    adjusted = [math.nan] * len(p_values)
+    adjusted, largest = [math.nan] * len(p_values), 0.0
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
-    largest = 0.0
     for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
-        adjusted[i] = largest
+        adjusted[i] = largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
     return adjusted
 
 
-def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
-    """Half the width of the 95 % interval of the mean log ratio; infinite for fewer than two sets.
-
-    Of one of several ``comparisons`` that was chosen, it is as much wider as Bonferroni's correction asks.
-    """
-    values = np.asarray(log_ratios, dtype=float)
-    n = len(values)
-    if n < 2:
-        return math.inf
-    return t_quantile(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * float(values.std(ddof=1)) / math.sqrt(n)
-
-
 def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval as ``half_width`` has it, but NaN for a single value."""
-    half = half_width(values, comparisons)
-    return float(np.asarray(values, dtype=float).mean()), half if math.isfinite(half) else math.nan
+    """Mean, and half of its 95 % interval: NaN for a single value, and corrected (Bonferroni) for ``comparisons``."""
+    array = np.asarray(values, dtype=float)
+    n, mean = len(array), float(array.mean())
+    if n < 2:
+        return mean, math.nan
+    return mean, t_quantile(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * float(array.std(ddof=1)) / math.sqrt(n)
 
 
 def quotient_interval(
@@ -248,7 +230,7 @@ def break_even_steps(cost_seconds: float, baseline_step_seconds: float, ratio: f
 
     Infinite where the configuration is not faster (ratio <= 1), NaN where a value is unknown.
     """
-    if any(math.isnan(v) for v in (cost_seconds, baseline_step_seconds, ratio)):
+    if any(map(math.isnan, (cost_seconds, baseline_step_seconds, ratio))):
         return math.nan
     saved = baseline_step_seconds * (1 - 1 / ratio)
     return cost_seconds / saved if saved > 0 else math.inf

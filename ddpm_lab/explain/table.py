@@ -35,11 +35,11 @@ def plain(rows: Table) -> str:
         return "no rows"
     right = _of_numbers(rows)
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    lines = [
-        [text.rjust(widths[name]) if name in right else text.ljust(widths[name]) for name, text in row.items()]
+    lines = (
+        "  ".join(t.rjust(widths[name]) if name in right else t.ljust(widths[name]) for name, t in row.items())
         for row in ({name: name for name in rows[0]}, *rows)
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    )
+    return "\n".join(map(str.rstrip, lines))
 
 
 def show(rows: Table) -> None:
@@ -90,16 +90,16 @@ def html(rows: Table) -> str:
         return "<p>no rows</p>"
     right = _of_numbers(rows)
 
-    def cell(tag: str, name: str, value: str) -> str:
-        scope = {"th": ' scope="col"'}.get(tag, "")
-        text, wrap = escape(value), ""
-        if tag == "td" and name in right:
-            # The interval goes below its value, so that a table of ten columns fits a page.
-            text, wrap = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', text), "; white-space: nowrap"
-        return f'<{tag}{scope} style="text-align: {"right" if name in right else "left"}{wrap}">{text}</{tag}>'
+    def cell(name: str, value: str) -> str:
+        if name not in right:
+            return f'<td style="text-align: left">{escape(value)}</td>'
+        # The interval goes below its value, so that a table of ten columns fits a page.
+        text = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', escape(value))
+        return f'<td style="text-align: right; white-space: nowrap">{text}</td>'
 
-    head = "".join(cell("th", name, name) for name in rows[0])
-    body = "".join("<tr>" + "".join(cell("td", *item) for item in row.items()) + "</tr>\n" for row in rows)
+    sides = {name: "right" if name in right else "left" for name in rows[0]}
+    head = "".join(f'<th scope="col" style="text-align: {side}">{escape(name)}</th>' for name, side in sides.items())
+    body = "".join("<tr>" + "".join(cell(*item) for item in row.items()) + "</tr>\n" for row in rows)
     return (
         '<div class="scroll" style="overflow-x: auto" tabindex="0" role="region" aria-label="Table of results">'
         f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>"
@@ -108,10 +108,9 @@ def html(rows: Table) -> str:
 
 def _of_numbers(rows: Table) -> set[str]:
     """Columns of numbers, with units and intervals or not: each cell begins with a digit or is a dash."""
-    cells = {name: [row[name] for row in rows] for name in rows[0] if name not in NAMING}
     return {
         name
-        for name, column in cells.items()
-        if all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", cell) for cell in column)
-        and any(re.match(r"[-+\N{MINUS SIGN}]?\d", cell) for cell in column)
+        for name in rows[0].keys() - NAMING
+        if all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", row[name]) for row in rows)
+        and any(re.match(r"[-+\N{MINUS SIGN}]?\d", row[name]) for row in rows)
     }

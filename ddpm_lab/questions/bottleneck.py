@@ -16,7 +16,7 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import decisions, limits, machine_state, pages, phrases, quality, sentences, stats, straggler
+from ddpm_lab.explain import decisions, findings, limits, machine_state, pages, phrases, quality, stats, straggler
 from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
@@ -272,7 +272,7 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         ratio = row.ratio
         useless = row.sets >= decisions.LEAST_SETS and ratio.high < 1 + row.resolution
         status = row.verdict if row.resolved else NO_GAIN if useless else NOT_RESOLVED
-        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
+        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{findings.noise(row)})"
         evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
         if other.compile != "off" and about.config.compile == "off":
             evidence += f". {torch_compile.sentence(study, row).removesuffix('.')}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import phrases, sentences
+from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
@@ -80,9 +80,9 @@ def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BA
 
 def answer(study: Study) -> Answer:
     """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
-    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not sentences.trains(r)]
+    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not findings.trains(r)]
     notes = list(map(_exposed_communication, silent))
-    return speeds(study, compared(study, keep=sentences.trains, own=lambda _: notes), views=trained_views(study))
+    return speeds(study, compared(study, keep=findings.trains, own=lambda _: notes), views=trained_views(study))
 
 
 def _exposed_communication(row: Comparison) -> str:

@@ -12,7 +12,7 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, limits, phrases, sentences
+from ddpm_lab.explain import decisions, findings, limits, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -248,7 +248,7 @@ def _finding(study: Study) -> Finding:
     if nearest is None:
         return compared(study, keep=_rival)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
-    return about(study, nearest, sentences.headline(mine), _evidence(study), *common_notes(study, rows))
+    return about(study, nearest, findings.headline_of(mine), _evidence(study), *common_notes(study, rows))
 
 
 def _rival(row: Comparison) -> bool:

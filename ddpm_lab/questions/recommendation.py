@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ddpm_lab import files
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN
-from ddpm_lab.explain import decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
+from ddpm_lab.explain import decisions, figure_ratios, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -457,11 +457,11 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         faster = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        headline = f"Use {best.label}: {faster}{sentences.with_cores(best)}, quality {judged}"
+        headline = f"Use {best.label}: {faster}{findings.with_cores(best)}, quality {judged}"
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := _faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
-        found = about(study, best, f"{sentences.compared(best)}; quality {best.quality}", *warnings)
+        found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == decisions.TOO_FEW for c in rows):
         return _status(study, "Too few sets to recommend anything", decisions.TOO_FEW, "make report")
@@ -485,8 +485,8 @@ def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
     if c.verdict == decisions.FASTER and c.equivalence.verdict in OPEN:
         able = c.equivalence.reason != quality.NO_LOSS_KNOWN
-        return f"{sentences.command(c, own_images=study.own_images)} --seeds 8" if able else ""
-    return sentences.way_out(c, own_images=study.own_images)
+        return f"{findings.command_of(c, own_images=study.own_images)} --seeds 8" if able else ""
+    return findings.way_out_of(c, own_images=study.own_images)
 
 
 def changes_table(study: Study) -> Table:

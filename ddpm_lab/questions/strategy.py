@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
-from ddpm_lab.explain import decisions, machine_state, phrases, sentences
+from ddpm_lab.explain import decisions, findings, machine_state, phrases
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
@@ -151,7 +151,7 @@ def decide(studies: Sequence[Study], *, network: str | None, parameters: int, ba
     several = [r for r in rows if r.role == "candidate"]
     faster = [r for r in several if r.verdict == decisions.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
-    answer, reason = MULTI if faster else SINGLE, f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
+    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
     if not faster and not all(r.answered for r in several):
         answer, pair = NOT_RESOLVED, f"{lead.label} against {lead.baseline_label}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"

@@ -189,13 +189,8 @@ def legend(body: SubFigure, colours: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
-    body.legend(
-        handles=patches,
-        borderaxespad=1.5,
-        loc="outside lower left",
-        ncols=len(patches) if len(patches) < 6 else (len(patches) + 1) // 2,
-        handlelength=1.2,
-    )
+    columns = len(patches) if len(patches) < 6 else (len(patches) + 1) // 2
+    body.legend(handles=patches, borderaxespad=1.5, loc="outside lower left", ncols=columns, handlelength=1.2)
 
 
 def plain(axis: Axis, ticks: int = 6) -> None:
@@ -224,10 +219,10 @@ def settle(figure: Figure) -> Figure:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG: the same bytes for the same figure, since neither date nor software is written into it."""
+    """The figure as PNG: the same bytes for the same figure, since no software's name is written into it."""
     stream = io.BytesIO()
+    metadata: dict[str, Any] = {"Software": None}
     with style():
-        metadata: dict[str, Any] = {"Software": None}
         figure.savefig(stream, format="png", dpi=DPI, metadata=metadata)
     return stream.getvalue()
 
