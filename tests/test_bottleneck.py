@@ -428,5 +428,5 @@ def test_present_settings_come_from_a_file_and_options(call: Call, tmp_path: Pat
     assert "A step of 8 images takes" in out
     text = (tmp_path / "reports" / "bottleneck_report.md").read_text()
     assert "bf16, packed data" in text
-    assert "### 1." in text
+    assert "--changes fp32" in text, "the command of an entry, whatever it is worth"
     assert "--config FILE" in text, "no option says how often weights are averaged"
