@@ -28,6 +28,7 @@ from ddpm_lab.measure.alone import (
     take_budget,
     train_once,
 )
+from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.sets import Instrument, Member, Seat, measure_alone
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.record import RunRecord
@@ -54,7 +55,7 @@ def tried(instrument: Instrument) -> Tried:
         code = code_of(BUSY if config.workload == TRAINING else config.workload)
         how: dict[str, Any] = {"experiment": "quality", "family": "trials", "plan": Plan()}
         how |= {"member": Member("quality", "trial", config), "work": partial(train_once, **asked)}
-        return measure_alone(replace(instrument, code=code), **how)
+        return measure_alone(replace(instrument, code=code, limits=Limits()), **how)
 
     return run
 

@@ -46,7 +46,10 @@ class Repository:
     @classmethod
     def around(cls, folder: Path) -> Repository:
         """The repository that a folder lies in. Raises ConfigError where there is none."""
-        refusal = f"--against compares a git working tree with a revision of it, and {folder} is in none: change to one"
+        refusal = (
+            f"--against compares the working tree of a git repository with a revision of it, and {folder} is in none: "
+            "change to its folder"
+        )
         return cls(Path(_git(folder, "rev-parse", "--show-toplevel", refusal=refusal)).resolve())
 
     def commit(self, revision: str) -> str:
