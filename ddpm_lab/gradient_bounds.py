@@ -18,7 +18,7 @@ BOUNDS = {
 
 Measured on a CPU over tiny and seed, both losses, several seeds, batches of 8 to 64, up to 20 steps from 0, 20 and 300
 on; well above what sound settings show, and well below what a defect does. fp32 (accumulation, two ranks, compiled,
-joined kernels, plain): 2e-7, 1e-5 and 3e-5; it grows with the number of values that are added up, so a GPU has room for
+fused kernels, plain): 2e-7, 1e-5 and 3e-5; it grows with the number of values that are added up, so a GPU has room for
 ten times as much. bf16: up to 9e-4, 0.04 and 0.2 in the first 40 steps; after 300 the gradient itself was smaller, and
 off by 0.1, its worst layer's by 0.3. tf32 and fp16 have not been measured: both keep three bits more than bf16, so an
 eighth of its errors is expected, and a fifth of its bounds granted. With an error of e the cosine is at least

@@ -22,12 +22,12 @@ SPACE = Space(
     settings={
         "precision": (Value("fp32", "fp32", {}), Value("bf16", "bf16", {"precision": "bf16"})),
         "ranks": (Value("1", "1 rank", {}), Value("2", "2 ranks", {"world_size": 2})),
-        "memory": (Value("channels_last", "channels_last", {}), Value("fused", "joined kernels", {"kernels": "fused"})),
+        "memory": (Value("channels_last", "channels_last", {}), Value("fused", "fused kernels", {"kernels": "fused"})),
         BATCH: (Value("8", "batch 8", {}), Value("16", "batch 16", {"global_batch_size": 16})),
     },
     left_out=(("tf32", "needs a CUDA device"), ("fp16", "needs a CUDA device")),
 )
-GAINS = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.8, "batch 16": 1.3}
+GAINS = {"bf16": 1.2, "2 ranks": 1.5, "fused kernels": 0.8, "batch 16": 1.3}
 TOGETHER = 0.9
 """bf16 and two ranks give less together than the product of what each gives."""
 

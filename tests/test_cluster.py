@@ -183,6 +183,11 @@ def job(rows: list[Any]) -> Iterator[tuple[list[Host], list["subprocess.Popen[st
                 each.communicate()
 
 
+def worker(agent: "subprocess.Popen[str]") -> psutil.Process:
+    """The process that a torchrun has started."""
+    return psutil.Process(agent.pid).children()[0]
+
+
 def left(there: Host, agent: "subprocess.Popen[str]") -> list[str]:
     """What still runs on a host after a while, torchrun itself aside."""
     deadline = time.monotonic() + 30
@@ -232,6 +237,23 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
         assert next(rows)["status"] == "ok"
         assert left(made[1], jobs[1]) == []
         assert left(made[0], jobs[0]) == []
+
+
+@several_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Signals) -> None:
+    with job([("at work", 2, 2, ENDLESS), ("goes on", 1, 1, {})]) as (made, jobs, rows):
+        assert next(rows)["at work"]
+        serving = worker(jobs[1])
+        serving.send_signal(how)
+        found = next(rows)
+        assert found["reason"].startswith(f"rank 1 (host {socket.gethostname()}) was lost: "), found["reason"]
+        assert found["seconds"] < 6
+        assert next(rows)["status"] == "ok"
+        assert left(made[0], jobs[0]) == []
+        serving.send_signal(signal.SIGCONT) if how == signal.SIGSTOP else None
+        assert left(made[1], jobs[1]) == []
 
 
 @several_hosts

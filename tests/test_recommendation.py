@@ -156,10 +156,10 @@ def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
         "ddpm-lab recommend --only precision=bf16 --only ranks=2 --only memory=channels_last --only batch=8,16 "
         "--any-batch --seeds 8 --network tiny",
     )
-    done = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.5, "batch 16": 0.5}
+    done = {"bf16": 1.2, "2 ranks": 1.5, "fused kernels": 0.5, "batch 16": 0.5}
     assert next_change(of(planted.searched(replace(planted.SPACE, any_batch=True), done))) is None
     # One set settles nothing, so nothing is recommended; but what it measured counts, not what was expected.
-    gains = {"bf16": 1.2, "2 ranks": 0.8, "joined kernels": 0.8, "batch 16": 0.8}
+    gains = {"bf16": 1.2, "2 ranks": 0.8, "fused kernels": 0.8, "batch 16": 0.8}
     records = planted.searched(gains=gains, sets=1, winner=(1, 0, 0, 0))
     bf16 = planted.SPACE.cells[1, 0, 0, 0].run_id
     following = [next_change(of(again(records, factor, run_id=bf16))) for factor in (0.6, 1.5)]

@@ -249,7 +249,7 @@ def test_cells_are_the_combinations_that_can_run_each_once() -> None:
     }
     base = RunConfig(global_batch_size=8)
     found = Space(baseline=base, settings=settings).cells
-    # Joined kernels are for an eager step, 16 ranks cannot share 8 images, and another name makes no difference.
+    # Fused kernels are for an eager step, 16 ranks cannot share 8 images, and another name makes no difference.
     wanted = [(fused, whole, two, 0) for fused, whole, two in product((0, 1), repeat=3) if not (fused and whole)]
     assert list(found) == wanted
     assert (found[0, 0, 0, 0], found[1, 0, 1, 0]) == (base, replace(base, kernels="fused", world_size=2))

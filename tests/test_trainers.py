@@ -52,7 +52,7 @@ def test_families_differ_in_what_they_say() -> None:
         levers = family(LEVERS, device=device, gpus=gpus)
         for label, config in levers.candidates:
             changed = set(levers.baseline.differences(config))
-            # The joined kernels need the channels-last format and an eager step: without these they go too.
+            # The fused kernels need the channels-last format and an eager step: without these they go too.
             assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
             assert ("kernels" in label) == ("kernels" in changed)
     for preset, named, count in (("full", None, len(PEERS)), ("quick", None, 0), ("quick", ["diffusers"], 1)):

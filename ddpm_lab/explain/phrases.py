@@ -144,7 +144,7 @@ def settings(config: RunConfig) -> str:
         config.precision: lab or not config.option("number_format", ""),
         "compiled": config.compile != "off",
         "NCHW": lab and not config.channels_last,
-        "joined kernels": lab and config.kernels == "fused",
+        "fused kernels": lab and config.kernels == "fused",
         "freed memory kept": config.freed_memory == "kept",
         "files": lab and files,
         workers: files,

@@ -140,7 +140,7 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         (cuda and config.loader in ("files", "packed"), "resident data", {"loader": "resident", "loader_workers": 0}),
         *((cuda or name != "tf32", name, {"precision": name}) for name in ("bf16", "tf32", "fp32")),
         (not eager, "eager", {"compile": "off", "compile_mode": "default"}),
-        (eager and config.workload == DDPM, "joined kernels", {"kernels": "fused"}),
+        (eager and config.workload == DDPM, "fused kernels", {"kernels": "fused"}),
         (not cuda, "freed memory kept", {"freed_memory": "kept"}),
         (True, "channels last", {"channels_last": True}),
         (True, "losses not read", {"read_loss": False}),

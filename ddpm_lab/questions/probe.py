@@ -143,7 +143,7 @@ def _candidates(config: RunConfig, said: Set[str]) -> dict[str, RunConfig]:
     found: dict[str, RunConfig] = {}
     for row in rows:
         changed = {name: value for name, value in row.items() if name not in said}
-        with suppress(ValueError):  # joined kernels where what the user has said rules them out
+        with suppress(ValueError):  # fused kernels where what the user has said rules them out
             candidate = dataclasses.replace(config, **changed)
             if candidate not in found.values():
                 found[_name(candidate)] = candidate

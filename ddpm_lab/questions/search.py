@@ -77,7 +77,7 @@ def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
             yield "precision", Value(name, name, {"precision": name}), why
     last = Value("channels_last", "channels_last", {"channels_last": True, "kernels": "aten"})
     nchw = Value("nchw", "NCHW", {"channels_last": False, "kernels": "aten"})
-    fused = Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"})
+    fused = Value("fused", "fused kernels", {"channels_last": True, "kernels": "fused"})
     for value in (nchw, last) if own else (last, nchw, fused):
         yield "memory", value, ""
     yield "compile", Value("off", "eager", _EAGER), ""
