@@ -96,7 +96,8 @@ class Training(Trainer):
         """Write a grid of images of the averaged weights by DDIM, on rank 0; returns a sentence if that fails."""
         if self.context.rank:
             return None
-        images = self._drawn(range(count), min(steps, self.diffusion.timesteps))
+        eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
+        images = self._drawn(self.ema, eager, range(count), min(steps, self.diffusion.timesteps))
         return _failure(path, lambda: write_png(Path(path), images))
 
     @torch.no_grad()
@@ -141,7 +142,7 @@ class Training(Trainer):
         if self.context.rank:
             return None
         stream = io.BytesIO()
-        row = np.concatenate(_pixels(self._drawn(range(count), steps)), axis=1)
+        row = np.concatenate(_pixels(self._drawn(*self._plain(), range(count), steps)), axis=1)
         Image.fromarray(row).save(stream, format="PNG", optimize=True)
         return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
 
@@ -150,7 +151,8 @@ class Training(Trainer):
         if self.context.rank:
             return
         parts = [range(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE)]
-        np.save(path, np.concatenate([_pixels(self._drawn(part, steps)) for part in parts]))
+        plain = self._plain()
+        np.save(path, np.concatenate([_pixels(self._drawn(*plain, part, steps)) for part in parts]))
 
     def _plain(self) -> tuple[AnyUNet, RunConfig]:
         """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
@@ -159,9 +161,9 @@ class Training(Trainer):
         restore(network, self.averages)
         return network, config
 
-    def _drawn(self, numbers: range, steps: int) -> Tensor:
-        """Images (N, 3, S, S) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
-        evaluate = Inference(*self._plain(), self.device)
+    def _drawn(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
+        """Images (N, 3, S, S) of these numbers by DDIM."""
+        evaluate = Inference(network, config, self.device)
         images = generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
         allow_tf32(self.config.precision == "tf32")
         return images.cpu()
