@@ -46,5 +46,9 @@ def writing(place: Path, refusal: type[LabError] = ConfigError, option: str = "-
 def replace(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there as before or as a whole. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
 from ddpm_lab.diffusion.step import Untrained
-from ddpm_lab.files import replace as write_whole
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
@@ -52,9 +51,13 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
 
 def write_png(path: Path, images: Tensor) -> None:
     """Write images (N, 3, H, W) in [-1, 1] as one PNG, in a grid if N is above 1; the file is there whole or not."""
-    content = io.BytesIO()
-    Image.fromarray(image_grid(images)).save(content, format="PNG")
-    write_whole(path, content.getvalue())
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two may write into one folder
+    try:
+        Image.fromarray(image_grid(images)).save(partial, format="PNG")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_grid(paths: Sequence[Path], path: Path) -> None:

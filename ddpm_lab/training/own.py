@@ -7,6 +7,7 @@ import importlib
 import inspect
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,7 @@ class OwnTraining(LossStep):
         ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
         for group in optimizer.param_groups if made.optimizer and ratio != 1 else ():
             group["lr"] *= ratio
+        config = replace(config, optimizer=replace(config.optimizer, clip_norm=None))  # the user's steps as they are
         super().__init__(config, context, network, self._loss, optimizer, whole=self._step if made.step else None)
         # Equal weights on every rank, and noise of its own on each.
         _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
