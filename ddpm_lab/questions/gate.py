@@ -58,9 +58,8 @@ def measure(
     is as in ``compare``; ``limits`` are resolution, minutes and sets. Raises ConfigError where there is no such
     repository or revision, a side cannot be run, or what would time the two differs.
     """
-    repository = Repository.around(Path.cwd())
+    repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
-    output = output_folder(output_dir)
     instrument = instrument_for(output, Progress("compare", quiet=quiet))
     trainer = RunConfig(device=usual_device(device))
 
@@ -79,8 +78,8 @@ def measure(
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
         # Modules of which the two sides have different sources, or which only one of them has.
-        sources = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
-        changed = sorted({name for name, _ in set.symmetric_difference(*sources)})
+        here, there = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
+        changed = sorted({name for name, _ in here ^ there})
         if not changed and ours == base and not always:
             return Unchanged(
                 f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
@@ -97,11 +96,11 @@ def measure(
             _refuse_other_settings(base, tree, against)
         if not quiet:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            what = f"{', '.join(changed[:5]) + more or 'no module'} changed"
-            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what}", file=sys.stderr)
+            what = ", ".join(changed[:5]) + more or "no module"
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what} changed", file=sys.stderr)
         pair = (with_images(base, output, quiet), with_images(ours, output, quiet))
-        code, names = mine.with_revision(theirs), (against, WORKING_TREE)
-        return plan_pair(pair, names, code=code, output=output, quiet=quiet, **limits).measure()
+        limits |= {"code": mine.with_revision(theirs), "output": output, "quiet": quiet}
+        return plan_pair(pair, (against, WORKING_TREE), **limits).measure()
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
