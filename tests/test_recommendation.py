@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,13 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
     found = question.answer(study(records))
     assert (found.finding.status, found.finding.sets) == (findings.ANSWERED, 0)
     (axes,) = (ax for part in found.figure().subfigs for ax in part.axes)
-    assert len(axes.get_yticks()) == len(question.tried_table(of(records))) >= 4
+    rows, belief = question.tried_table(of(records)), of(records).belief
+    assert len(axes.get_yticks()) == len(rows) >= 4
+    fastest = max(belief.sets, key=belief.speed)
+    mean, spread = belief.gain(fastest, planted.SPACE.start)
+    ends = [math.exp(mean + side * NormalDist().inv_cdf(0.975) * spread) for side in (-1, 1)]
+    drawn = sorted(x for line in axes.lines for x in np.atleast_1d(np.asarray(line.get_xdata(), dtype=float)).tolist())
+    assert all(any(x == pytest.approx(end, rel=1e-4) for x in drawn) for end in ends)
 
 
 def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
