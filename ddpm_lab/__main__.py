@@ -40,7 +40,6 @@ GROUPS = {
     },
     "cluster": {
         "rank": "Run a command on several hosts, in processes that torchrun started.",
-        "submit": "Submit a command as a SLURM job, or as an array of jobs.",
         "collect": "Collect records of SLURM jobs into the ledger, and show their runs.",
     },
 }
@@ -117,7 +116,7 @@ def _parser(words: Sequence[str]) -> Parser:
             if words[:1] == [name]:
                 module = import_module(f"ddpm_lab.cli.{MODULES.get(name, group)}")
                 module.COMMANDS[name].fill(command, words[1:])
-    parser.set_defaults(main=main, parser_of=_parser, typed=words)
+    parser.set_defaults(main=main, typed=words)
     parser.description = "\n".join(lines)
     return parser
 

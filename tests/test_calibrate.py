@@ -17,13 +17,12 @@ import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import pages
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import calibrate as module
-from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, calibrations, lines
+from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, lines
 from ddpm_lab.record import LedgerError, RunRecord
 
 
@@ -89,7 +88,6 @@ def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.M
     assert 0.2 < found.planted_estimate.value < 1, "one set of short windows"
     assert found.planted_estimate.sets == found.sets == 1
     assert not found.passed, "one set is no proof"
-    assert len(calibrations(kept)) == 2
 
 
 # --- what it says ---
@@ -186,15 +184,3 @@ def test_nothing_is_made_up_of_few_sets() -> None:
         assert np.isfinite(picture.axes[0].get_ylim()).all()
     assert set(judged(calibrated(count=1)).resolvable.values()) == {None}
     assert calibration(calibrated()[:2]) is None
-    assert calibrations([]) == []
-
-
-def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
-    found = judged(calibrated())
-    target = tmp_path / "index.html"
-    pages.write_index([], target)
-    assert "ddpm-lab check --instrument" in target.read_text()
-    pages.write_index([], target, calibration=module.section(found))
-    html = target.read_text()
-    assert f'alt="{found.verdict()}"' in html
-    assert "data:image/png;base64," in html

@@ -132,9 +132,8 @@ def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
     texts = []
     for said in ("said", HOSTILE):
         page = pages.Page(name="x", title=said, state="failed", error=said, image=PIXEL, alt=said)
-        section = pages.Section(sentences=(said, said), image=PIXEL, alt=said)
         given: dict[str, Any] = {"subject": said, "facts": {said: said}, "notice": said, "command": said}
-        pages.write_index([page], tmp_path / "index.html", calibration=section, **given)
+        pages.write_index([page], tmp_path / "index.html", **given)
         texts.append((tmp_path / "index.html").read_text())
     same_markup(*texts)
 

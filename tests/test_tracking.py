@@ -20,6 +20,7 @@ import records as make
 from test_training_run import CONFIG
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.cli.measure import TRACKED, log_study
 from ddpm_lab.cli.options import tracker_chosen
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
@@ -27,7 +28,6 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import study
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.reports.tracked import NUMBERS, tell
 from ddpm_lab.training import tracking
 from ddpm_lab.training.tracking import TrackedTraining, Tracker
 
@@ -97,12 +97,12 @@ def test_an_archive_holds_every_comparison_and_the_figure(tmp_path: Path) -> Non
     configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
     broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
     measured = study(make.sets(configs, failures=broken), "amp", output_dir=tmp_path)
-    tell("comet-offline", measured)
+    log_study("comet-offline", measured)
     (archive,) = archives(tmp_path / "trace_output" / "comet")
     rows = comparisons(measured)
     assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate"]
     for row in rows[:3]:
-        known = {name: value for name in NUMBERS if not math.isnan(value := getattr(row, name))}
+        known = {name: value for name in TRACKED if not math.isnan(value := getattr(row, name))}
         assert known == {name: archive.metrics[f"{row.label}/{name}"][0][1] for name in known}
         assert archive.words[f"{row.label}/verdict"] == row.verdict
     assert {name: value for name, value in archive.settings.items() if "/" in name} == {

@@ -7,9 +7,13 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ddpm_lab import declared
@@ -18,16 +22,20 @@ from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, pla
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
-from ddpm_lab.files import expanded, writing
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
 from ddpm_lab.questions import strategy as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.reports import summary
-from ddpm_lab.training.run_folder import train_count
+from ddpm_lab.training import tracking
 
 WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
+TRACKED = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
+"""Numbers of a comparison that a tracker gets beside its ratio."""
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -81,11 +89,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"records: {answers[-1]['ledger']}")
     sys.stdout.flush()
     if "SLURM_JOB_ID" in os.environ:  # the log of a job tells of each configuration that trained
-        runs = []
-        for one in measured:
-            images = {c.data_sha256: train_count(c) for c in one.experiment.configurations if c.data}
-            runs += summary.of_records(experiments.records_of(one), images)
-        summary.tell(runs)
+        summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
     return 0 if all(one.completed for one in measured) else 1
 
@@ -126,12 +130,38 @@ def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
     """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
     for one in measured if tracker else ():
         try:
-            from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
-
-            tracked.tell(str(tracker), experiments.study_of(one))
+            log_study(str(tracker), experiments.study_of(one))
         except Exception as error:  # whatever fails here takes nothing from what was measured
             reason = f"{type(error).__name__}: {error}"
             print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)
+
+
+def log_study(kind: str, study: Study) -> None:
+    """Log the comparisons, answer and figure of a study, if it has records; the same ones are the same experiment."""
+    if not study.records:
+        return
+    rows = [row for row in comparisons(study) if row.role != "note"]  # which has no configuration of its own
+    if len({row.family for row in rows}) > 1:
+        rows = [replace(row, label=f"{row.family}/{row.label}") for row in rows]
+    shown, last = answer(study), study.records[-1]
+    sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
+    key, archives = sha256(sets.encode()).hexdigest()[:32], (study.output_dir / LEDGER).parent / "comet"
+    with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
+        save(shown.figure(), picture := Path(place) / f"{study.experiment}.png")
+        to = tracking.Tracker(kind, archives, key, name=study.experiment, say=partial(print, file=sys.stderr))
+        base = tracking.settings(next((r.config for r in rows if r.role == "baseline"), last.config))
+        own = {f"{r.label}/{k}": v for r in rows for k, v in tracking.settings(r.config).items() if base[k] != v}
+        to.call("log_parameters", base | own)
+        said = {"question": shown.finding.question, "answer": shown.finding.headline}
+        to.call("log_others", tracking.environment(last.environment) | said)
+        for r in rows:
+            values = {"ratio": r.ratio.value, "low": r.ratio.low, "high": r.ratio.high}
+            values |= {name: float(getattr(r, name)) for name in TRACKED}
+            to.metrics({f"{r.label}/{name}": value for name, value in values.items()})
+            words = ("role", "status", "verdict", "quality")
+            to.call("log_others", {f"{r.label}/{name}": getattr(r, name) for name in words})
+        to.call("log_image", str(picture), name=study.experiment)
+        to.close()
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------

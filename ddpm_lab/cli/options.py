@@ -87,9 +87,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "json": _of("print JSON", bool),
     # several hosts
     "interface": _of("network interface over which ranks exchange gradients", metavar="NAME"),
-    "nodes": _of("machines of a job (default: 1)", int, default=1, metavar="N"),
-    "gpus-per-node": _of("default: 0, on the CPUs", int, default=0, metavar="G"),
-    "sbatch": _of('more: --sbatch="--time=2:00:00"', default="", metavar="OPTIONS"),
 }
 SEVERAL = "ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger)"
 RUNS = "folders, TOML files, run ids, SET:LABEL"

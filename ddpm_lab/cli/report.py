@@ -21,9 +21,9 @@ from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, w
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy
-from ddpm_lab.reports import slurm
 from ddpm_lab.reports import summary as runs
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS
@@ -145,7 +145,7 @@ def benchmark(options: argparse.Namespace) -> int:
         print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
     else:
         table.show(benchmark.comparison(study))
-        print("", benchmark.finding(study).claim, *written, sep="\n")
+        print("", answer(study).finding.claim, *written, sep="\n")
     return 0 if any(row.sets for row in found) else 1
 
 
@@ -161,10 +161,8 @@ def summary(options: argparse.Namespace) -> int:
     apart: list[runs.Summary] = []
     for source in sources:
         if source.suffix == ".jsonl":
-            from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415 - needs Matplotlib
-
             study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
-            rows += summary_of(study, str(source))
+            rows += runs.of_study(study, str(source))
         else:
             apart += _rows(source)
     rows += runs.compared(apart)
@@ -183,7 +181,7 @@ def _is_run(source: Path) -> bool:
 def _rows(source: Path) -> list[runs.Summary]:
     """The runs in a log, or the one in a folder of ``train``."""
     if not source.is_dir():
-        return slurm.read_log(source)
+        return runs.read_log(source)
     run = runs.of_training(_settings(source, "SOURCE")[0], source, None)
     return [replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
@@ -193,30 +191,30 @@ def _difference(options: argparse.Namespace) -> int:
     if len(options.sources) != 2:
         raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
     one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
-    only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
     found = runs.differences(one, other)
-    wrong = runs.unexpected(found, only)
+    only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
+    wrong = [] if options.only is None else runs.unexpected(found, only)
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
         runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)
         print()
-    tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(one, other, only))
-    return int(bool(wrong) and only is not None)
+    tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(options.sources, found, wrong))
+    return int(bool(wrong))
 
 
-def _run(named: str, place: str, asked: Sequence[str] | None) -> runs.Run:
-    """The run that is named on the command line."""
+def _run(named: str, place: str, asked: Sequence[str] | None) -> dict[str, Any]:
+    """The settings of the run that is named on the command line."""
     path = expanded(named)
     if path.is_dir() or path.suffix == ".toml":
         config, steps = _settings(path, place)
-        return runs.Run(name=named, config=config, circumstances={} if steps is None else {runs.LENGTH: steps})
+        return runs.settings(config) | ({} if steps is None else {runs.LENGTH: steps})
     files = ledgers(asked, output_folder(None))
     name, _, label = named.partition(":")
     records, _ = read_all([f for f in files if asked or f.exists()])
     fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
     if fits:
-        return runs.of_record(named, fits[-1])
+        return runs.of_record(fits[-1])
     if labels := dict.fromkeys(r.label for r in records if r.set_id == name):
         raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
     where = ", ".join(map(str, files))

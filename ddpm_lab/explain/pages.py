@@ -87,15 +87,6 @@ class Page:
         return [str(piece) for piece in pieces if piece]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A part of the index that is no notebook: sentences, of which the first is the claim, and a PNG in base64."""
-
-    sentences: tuple[str, ...]
-    image: str
-    alt: str
-
-
 def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     """What a report comes to, of this machine alone: what to use, what is slower or the same, and what is open.
 
@@ -184,16 +175,15 @@ def write_index(
     notice: str = "",
     command: str = "ddpm-lab report",
     ledger: str = "",
-    calibration: Section | None = None,
 ) -> None:
     """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
 
     ``subject`` is what is trained; ``facts`` are terms and values for the head of the page; ``notice`` says what is
-    missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page; ``calibration`` says
-    how finely this machine measures, if it was asked. Raises OSError if the file cannot be written.
+    missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page. Raises OSError if the
+    file cannot be written.
     """
     title = f"Which settings train {subject} fastest on this machine?"
-    given = {"notice": notice, "command": command, "ledger": ledger, "calibration": calibration, "facts": facts or {}}
+    given = {"notice": notice, "command": command, "ledger": ledger, "facts": facts or {}}
     _render("index.html.j2", target, title=title, pages=pages, answered=answers(pages), **given)
 
 

@@ -5,7 +5,6 @@ Every calibration measures afresh, since what it asks is how the machine measure
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import math
 import time
@@ -23,7 +22,6 @@ from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot
 from ddpm_lab.explain.charts.lines import lines as draw
-from ddpm_lab.explain.pages import Section, spoken_date
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.others import free_cores, measuring
@@ -217,13 +215,6 @@ class Calibration:
         return f"{how.format(f'{max(MINUTES)} minutes resolve')} {_percent(self.resolvable[max(MINUTES)])}"
 
 
-def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
-    """Every calibration among the records, oldest first; those without a set that counts are left out."""
-    families = dict.fromkeys(r.family for r in records if r.experiment == EXPERIMENT)
-    found = [calibration([r for r in records if r.family == f and r.experiment == EXPERIMENT]) for f in families]
-    return [c for c in found if c is not None]
-
-
 def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     """What the records of one calibration say; None where no set is complete, or other processes disturbed each."""
     sets: dict[str, dict[str, RunRecord]] = {}
@@ -332,13 +323,6 @@ def save_figure(found: Calibration, output: Path) -> Path:
     path = output / "image_output" / "calibration.png"
     style.save(figure(found), path)
     return path
-
-
-def section(found: Calibration) -> Section:
-    """For the index of the report."""
-    image = base64.b64encode(style.png(figure(found))).decode("ascii")
-    sentences = (*lines(found), f"Measured on {found.hardware}, {spoken_date(found.date)}.")
-    return Section(sentences=sentences, image=image, alt=found.verdict())
 
 
 def figure(found: Calibration) -> Figure:

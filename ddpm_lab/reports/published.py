@@ -1,16 +1,23 @@
-"""Figures and findings from records alone: a user's own, and the published ones that stand in the checkout."""
+"""Figures and findings from records alone: a user's own, and the published ones that stand in the checkout.
+
+What is published is an allow-list of fields, of the lab's own workloads alone: what a reader needs to judge and rebuild
+a result. A field that is added to a record stays private until it is listed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter
 
+from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.explain import frames
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
@@ -23,14 +30,13 @@ from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
 from ddpm_lab.record import LedgerError, RunRecord
-from ddpm_lab.reports.anonymous import anonymous
 
 SHOWN = {*every_question(), SEARCH}
 """Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
 FIGURES = Path("image_output", "published")
-RECORDS = PUBLISHED
 BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
 END = "<!-- end of answers -->"
+AGAIN = "run ddpm-lab figures --publish"
 
 
 def rebuild(
@@ -55,10 +61,7 @@ def rebuild(
 
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
-    """Replace the published records and figures of one machine by these: what the README and ``check`` use.
-
-    Only fields that ``anonymous`` lists are published, and only records of the lab's own questions.
-    """
+    """Replace the published records and figures of one machine by these: what the README and ``check`` use."""
 
     def select(heads: Sequence[Head]) -> list[Head]:
         shown = set(_shown(heads, machine))
@@ -71,79 +74,81 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     slug = re.sub(r"[^a-z0-9]+", "-", chosen[-1].machine.name.lower()).strip("-")
-    target = output / RECORDS / f"{slug}.jsonl"
+    target, folder = output / PUBLISHED / f"{slug}.jsonl", output / FIGURES / slug
     partial = target.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     Ledger(partial).append(chosen)
     partial.replace(target)
-    for old in (output / FIGURES / slug).glob("*.png"):
+    for old in folder.glob("*.png"):
         old.unlink()
-    drawn = _draw(_studies(Ledger(target).read()[0], output), output / FIGURES / slug)
-    if (text := _readme(output)) is not None:
+    drawn = _draw(_studies(Ledger(target).read()[0], output), folder)
+    machines = {
+        path.stem: _studies(records, output) for path in _ledgers(output) if (records := Ledger(path).read()[0])
+    }
+    if (text := _readme(output, machines)) is not None:
         replace(output / "README.md", text)
     return drawn
-
-
-def _readme(output: Path) -> str | None:
-    """The README with the published answers of one machine; None where it has no place for them.
-
-    It is the machine with most answers, one with a GPU if there is one, and of equals the one measured last.
-    """
-    readme = output / "README.md"
-    text = readme.read_text() if readme.is_file() else ""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        return None
-    machines = []
-    for ledger in (output / RECORDS).glob("*.jsonl"):
-        if records := Ledger(ledger).read()[0]:  # ``check`` names a file without any
-            studies = {s.experiment: s for s in _studies(records, output)}
-            found = [answer(s).finding for s in studies.values()]
-            answered = [each for each in found if each.status != NOT_MEASURED]
-            rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
-            machines.append((rank, ledger.stem, studies, answered or found))
-    if not machines:
-        return f"{before}{BEGIN}\nNo measurements are published yet.\n{END}{after}"
-    _, slug, shown, told = max(machines, key=lambda each: each[0])
-    first = next((each for each in told if each.experiment == RECOMMENDATION), told[0])
-    folder, measured = (FIGURES / slug).as_posix(), shown[first.experiment]
-    figures = {name: f"{folder}/{entry.about.file}.png" for name, entry in every_question().items()}
-    lines = [f"![{first.headline}]({figures[first.experiment]})", ""]
-    lines += [f"{measured.hardware}, {measured.date} ([every figure]({folder})):", ""]
-    lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
-    for one in told:
-        cells = (one.headline, one.speed, one.quality.removeprefix("quality "))
-        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
-        lines.append(f"| [{one.question}]({figures[one.experiment]}) | {row} |")
-    return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
 
 def check(output: Path) -> list[str]:
     """Compare each published figure with what the published records give; returns a sentence for each problem."""
     problems: list[str] = []
-    again = "run ddpm-lab figures --publish"
-    ledgers = sorted((output / RECORDS).glob("*.jsonl"))
-    if not ledgers:
-        return [f"there are no published records in {output / RECORDS}"]
-    for ledger in ledgers:
+    machines: dict[str, list[Study]] = {}
+    for ledger in _ledgers(output):
         folder = output / FIGURES / ledger.stem
         records, damaged = Ledger(ledger).read()
         problems += map(str, damaged)
         if not records:
             problems.append(f"{ledger} holds no records: delete it, or publish that machine's records again")
             continue
-        expected = {path: png for s in _studies(records, output) for path, png in _pictures(s, folder)}
+        machines[ledger.stem] = _studies(records, output)
+        expected = _pictures(machines[ledger.stem], folder)
         for path in sorted({*expected, *folder.glob("*.png")}):
             if path not in expected:
                 problems.append(f"{path} is not made by any record of {ledger.name}: delete it")
             elif not path.exists():
-                problems.append(f"{path} is missing: {again}")
+                problems.append(f"{path} is missing: {AGAIN}")
             elif not same_picture(path.read_bytes(), expected[path]):
-                problems.append(f"{path} differs from what {ledger.name} gives: {again}")
-    if (text := _readme(output)) is not None and (output / "README.md").read_text() != text:
-        problems.append(f"{output / 'README.md'} does not say what the published records do: {again}")
+                problems.append(f"{path} differs from what {ledger.name} gives: {AGAIN}")
+    if not machines and not problems:
+        return [f"there are no published records in {output / PUBLISHED}"]
+    if (text := _readme(output, machines)) is not None and (output / "README.md").read_text() != text:
+        problems.append(f"{output / 'README.md'} does not say what the published records do: {AGAIN}")
     return problems
+
+
+def _ledgers(output: Path) -> list[Path]:
+    return sorted((output / PUBLISHED).glob("*.jsonl"))
+
+
+def _readme(output: Path, machines: Mapping[str, Sequence[Study]]) -> str | None:
+    """The README with the published answers of one machine; None where it has no place for them.
+
+    It is the machine with most answers, one with a GPU if there is one, and of equals the one measured last.
+    """
+    readme = output / "README.md"
+    before, _, rest = (readme.read_text() if readme.is_file() else "").partition(BEGIN)
+    after = rest.partition(END)[2]
+    if not after or not machines:
+        return None
+
+    def rank(slug: str) -> tuple[bool, int, str]:
+        records = [r for s in machines[slug] for r in s.records]
+        answered = sum(answer(s).finding.status != NOT_MEASURED for s in machines[slug])
+        return any(r.machine.gpus for r in records), answered, max((r.date for r in records), default="")
+
+    folder = (FIGURES / (slug := max(machines, key=rank))).as_posix()
+    every = {s.experiment: answer(s) for s in machines[slug]}
+    shown = {name: a for name, a in every.items() if a.finding.status != NOT_MEASURED} or every
+    first = shown.get(RECOMMENDATION) or next(iter(shown.values()))
+    lines = [f"![{first.finding.headline}]({folder}/{first.file}.png)", ""]
+    lines += [f"{first.study.hardware}, {first.study.date} ([every figure]({folder})):", ""]
+    lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
+    for one in shown.values():
+        cells = (one.finding.headline, one.finding.speed, one.finding.quality.removeprefix("quality "))
+        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        lines.append(f"| [{one.finding.question}]({folder}/{one.file}.png) | {row} |")
+    return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
 
 def same_picture(one: bytes, other: bytes) -> bool:
@@ -174,18 +179,97 @@ def _studies(
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
-def _pictures(study: Study, folder: Path) -> list[tuple[Path, bytes]]:
-    shown = answer(study)
-    drawn = [("", shown.figure()), *((f"_{name}", extra) for _, extra, name in shown.figures())]
-    return [(folder / f"{shown.file}{name}.png", png(figure)) for name, figure in drawn]
+def _pictures(studies: Sequence[Study], folder: Path) -> dict[Path, bytes]:
+    """Every figure of the answers, by its file in ``folder``."""
+    found = {}
+    for shown in map(answer, studies):
+        drawn = [("", shown.figure()), *((f"_{name}", extra) for _, extra, name in shown.figures())]
+        found |= {folder / f"{shown.file}{name}.png": png(figure) for name, figure in drawn}
+    return found
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
-    for each in studies:
-        pictures = _pictures(each, folder)
-        for path, picture in pictures:
-            replace(path, picture)
-        found.append((pictures[0][0], answer(each).finding))
-    return found
+    for path, picture in _pictures(studies, folder).items():
+        replace(path, picture)
+    return [(folder / f"{shown.file}.png", shown.finding) for shown in map(answer, studies)]
+
+
+# --- what may be published -------------------------------------------------------------------------------------------
+
+FIELDS = {
+    "record": "set_id experiment family role label config baseline_id plan environment code_version data_name status "
+    "reason mechanism_only primary stages compile_cache warmup_steps ranks windows witness profile quality space look "
+    "schema",
+    "environment": "machine python packages cuda gpu_uuids ram_bytes git_commit load_before date",
+    "witness": "ranks",
+    "profile": "steps wall_seconds schedule phases operators traces budget wrong_ways",
+    "quality": "steps losses held_out weights_sha256 trainer codes samples gradients fid",
+    "witness of a rank": "rank world_size backend device device_uuid cuda threads threads_wait precision "
+    "autocast_scaler compile compiled_frames graphs graph_breaks recompiles parameters weights_device data_sha256 "
+    "loader loader_workers prefetch_batches implementation channels_last kernels without attention_axis adam ema "
+    "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
+    "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
+    "first_losses message_bytes buckets summed_over waited_seconds hosts data_device images steps indices_sha256 "
+    "device_used_bytes device_total_bytes unlisted_modules astray_modules",
+}
+"""What is published of each part."""
+MODULES = ("unlisted_modules", "astray_modules")
+"""Fields of a rank's witness that name files of the user, unless they are empty."""
+WORDS = ("ways", "package", "without")
+"""Options whose value is a word of the lab's, and not a path or name of the user's."""
+CAUSE = re.compile(r"rank \d+(?:: \w+(?=:)| was killed by SIG\w+(?: in '\w+' of step \d+)?)")
+"""What is published of a failure's reason: which rank, and the kind of error or the signal."""
+
+
+def anonymous(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The records of the lab's own workloads, without what identifies a person or a machine.
+
+    A GPU's UUID becomes "GPU 0", "GPU 1", ...; of why something failed its kind stays; run ids change only where an
+    option held a text of the user's. Done again, nothing changes.
+    """
+    own = [
+        r for r in records if r.config.workload.startswith("ddpm_lab.") and r.config.workload not in (OWN, OWN_LOADER)
+    ]
+    ids = {r.run_id: RunConfig.from_dict(_config(r.config.as_dict())).run_id for r in own}
+    return [_record(r, ids) for r in own]
+
+
+def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
+    values = _listed("record", record.as_dict())
+    for part in ("environment", "witness", "profile", "quality"):
+        values[part] = None if values[part] is None else _listed(part, values[part])
+    values["environment"] |= {"hostname": None, "kernel": "", "slurm_job_id": None}
+    values["config"] = _config(values["config"])
+    values["baseline_id"] = ids.get(record.baseline_id, record.baseline_id)
+    values["data_name"] = "".join(re.findall(r"^(?:[\d,]+ )?(?:synthetic )?images\b", record.data_name))
+    # What the lab left out or chose it says in words of its own; what failed may quote anything.
+    chosen = record.status == "left out" or (record.role in ("choice", "largest") and record.label != "failure")
+    if record.reason and not chosen:
+        values["reason"] = found.group() if (found := CAUSE.match(record.reason)) else None
+    if "ranks" in values["witness"]:
+        values["witness"]["ranks"] = [_witness(seen) for seen in values["witness"]["ranks"]]
+    if fid := (values["quality"] or {}).get("fid"):
+        values["quality"]["fid"] = {name: value for name, value in fid.items() if name != "reason"}
+    text = json.dumps(values)
+    uuids = dict.fromkeys([*record.environment.gpu_uuids, *(rank.device_uuid for rank in record.ranks)])
+    for i, uuid in enumerate(filter(None, uuids)):
+        text = text.replace(f'"{uuid}"', f'"GPU {i}"')
+    return RunRecord.from_dict(json.loads(text))
+
+
+def _config(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the folder of the data and without options that hold texts of the user's."""
+    options = {k: v for k, v in values["options"].items() if k in WORDS or isinstance(v, int | float)}
+    return {**values, "data": "", "options": options}
+
+
+def _witness(seen: Mapping[str, Any]) -> dict[str, Any]:
+    kept = _listed("witness of a rank", {k: v for k, v in seen.items() if k not in MODULES or not v})
+    if waits := kept.get("threads_wait"):
+        kept["threads_wait"] = {name: value for name, value in waits.items() if str(value).isalnum()}
+    return kept
+
+
+def _listed(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in FIELDS[part].split()}

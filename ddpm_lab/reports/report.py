@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import nbformat
 import papermill
+import yaml
 
 from ddpm_lab import __version__
-from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.checks import ConfigError, LabError, choice
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
-from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
+from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, expanded, replace, writing
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import agenda
-from ddpm_lab.questions import calibrate as calibration
 from ddpm_lab.questions.ask import every_question
-from ddpm_lab.reports.notebooks import NUMBERED, ReportError, choose, execute, load
 from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
-from ddpm_lab.training.stopping import Stop
+from ddpm_lab.training.stopping import Stop, Stopped
 
+NUMBERED = "[0-9][0-9]_*.ipynb"
+GRACE_SECONDS = 10.0
+"""From the request to stop to the end of a notebook that does not obey."""
+DEAD_KERNEL = 138
+"""Exit status of papermill."""
+PAPERMILL = """
+import ctypes, runpy, signal, sys
+if sys.platform == "linux":  # end with the report, even where that is killed; a kernel ends with its papermill
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+runpy.run_module("papermill", run_name="__main__")
+"""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
 PRINT = partial(print, flush=True)
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
+
+
+class ReportError(LabError):
+    """A report that cannot be made, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +163,7 @@ def _question(file: Path) -> str:
 
 @dataclass(slots=True)
 class _Run:
-    """A report while it is being made: ``values`` are the parameters of the notebooks that run.
-
-    ``minutes`` are those of the notebooks that get a budget; all but the search measure nothing by themselves.
-    """
+    """A report while it is being made: ``values`` are the parameters of the notebooks that run."""
 
     folder: Path
     given: Mapping[str, Any]
@@ -154,10 +171,8 @@ class _Run:
     command: str
     progress: Callable[[str], None]
     seconds: float | None
-    minutes: dict[Path, float] = field(default_factory=dict)
     pages: dict[str, Page] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-    calibration: Section | None = None
 
     def __post_init__(self) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
@@ -165,7 +180,6 @@ class _Run:
             (self.folder / "notebooks").mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder), tempfile.TemporaryFile(dir=self.folder / "notebooks"):
                 pass
-        self.calibration = _calibration(self.ledger)
         beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(load(file)))
@@ -211,11 +225,13 @@ class _Run:
         }
         pages_take = NOTEBOOK_SECONDS * len(self.values)
         seconds = self.seconds - self.elapsed().total_seconds() - pages_take
-        self.minutes = dict.fromkeys(names.values(), 0.0)
+        minutes = dict.fromkeys(names.values(), 0.0)  # all but the search measure nothing by themselves
         if asked.pop(RECOMMENDATION, None) is not None:
             share = max(0.0, seconds / (len(asked) + 1))
-            self.minutes[names[RECOMMENDATION]] = share / 60
+            minutes[names[RECOMMENDATION]] = share / 60
             seconds -= share
+        for file, given in minutes.items():
+            self.values[file]["minutes"] = given
         self.say("report", f"measuring takes up to {max(0.0, seconds) / 60:.1f} min; then {len(self.values)} pages")
 
         def say(name: str, line: str) -> None:
@@ -230,10 +246,9 @@ class _Run:
 
     def one(self, file: Path, stop: Stop) -> None:
         """Execute one notebook, publish it, and bring the index up to date."""
-        values = self.values[file] | ({"minutes": self.minutes[file]} if file in self.minutes else {})
         self.say(file.stem, "starts")
         target = self.folder / "notebooks" / file.name
-        error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
+        error = execute(file, target, self.values[file], say=lambda line: self.say(file.stem, line), stop=stop)
         state = STOPPED if error and stop.number is not None else FAILED if error else DONE
         if state == STOPPED:
             error = "Stopped before it was finished. What was measured is in the ledger."
@@ -266,7 +281,6 @@ class _Run:
             notice=said + to_come if stopped or waiting else "",
             command=self.command,
             ledger=os.path.relpath(self.ledger, self.folder) if self.ledger.exists() else "",
-            calibration=self.calibration,
         )
         return target
 
@@ -291,9 +305,96 @@ class _Run:
         return {term: value for term, value in facts.items() if value}
 
 
-def _calibration(ledger: Path) -> Section | None:
-    """What the last calibration of this machine said, if there was one."""
-    mine = (calibration.EXPERIMENT, hardware.machine().key)
-    records, _ = Ledger(ledger).read(lambda heads: [h for h in heads if (h.experiment, h.machine.key) == mine])
-    found = calibration.calibrations(records)
-    return calibration.section(found[-1]) if found else None
+# --- one notebook ----------------------------------------------------------------------------------------------------
+
+
+def choose(names: Sequence[str | Path] | None) -> list[Path]:
+    """The notebooks to run, in the order of their numbers.
+
+    Args:
+        names: names (03_amp or amp) or paths of .ipynb files; None is every numbered notebook of the checkout.
+
+    Raises:
+        ReportError: one of them does not exist.
+    """
+    numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
+    known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
+    chosen = {known.get(str(name), Path(name)) for name in names or numbered}
+    if not chosen:
+        raise ReportError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
+    for path in chosen:
+        if path.suffix != ".ipynb" or not path.is_file():
+            listed = ", ".join(file.stem for file in numbered)
+            raise ReportError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
+    return sorted(chosen, key=lambda file: file.stem)
+
+
+def load(path: Path) -> Any:
+    """Read a notebook; raises OSError or ValueError if it cannot be read."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
+def execute(
+    notebook: Path, target: Path, parameters: Mapping[str, Any], *, say: Callable[[str], None], stop: Stop
+) -> str:
+    """Execute ``notebook`` with papermill and write it with its outputs to ``target``, also when a cell fails.
+
+    A first signal interrupts it; a second one, or ``GRACE_SECONDS``, ends it. ``say`` gets each progress line.
+    Returns the error in one line, or "" if every cell ran.
+    """
+    target.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="ddpm-lab-") as private:
+        lines, log = Path(private) / "progress", Path(private) / "log"
+        lines.touch()
+        own = {
+            FILE_VARIABLE: str(lines),
+            "IPYTHONDIR": f"{private}/ipython",
+            "JUPYTER_RUNTIME_DIR": f"{private}/runtime",
+            "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",  # the kernel of this Python, whatever else is installed
+        }
+        words = ["--kernel=python3", "--no-progress-bar", "--log-level=ERROR"]
+        words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), str(notebook), str(target)]
+        with log.open("wb") as out, lines.open() as progress:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PAPERMILL, *words],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+            try:
+                with suppress(Stopped):  # by a second signal
+                    _wait(process, progress, say, stop)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if not target.exists():
+            target.write_bytes(notebook.read_bytes())
+        return _error(process.returncode, target, log.read_text(errors="replace"))
+
+
+def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[str], None], stop: Stop) -> None:
+    """Pass on progress lines until the process ends, or does not end in time after a signal."""
+    interrupted, stage, running = 0.0, "", True
+    while running and not (interrupted and time.monotonic() - interrupted > GRACE_SECONDS):
+        running = process.poll() is None
+        while line := progress.readline().strip():
+            before, stage = stage, re.sub(r"\d+ s$", "", line)
+            if stage != before or stage == line:  # how long a stage has taken is not told every two seconds
+                say(line)
+        if running and stop.number is not None and not interrupted:
+            interrupted = time.monotonic()
+            os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+
+
+def _error(status: int, target: Path, log: str) -> str:
+    """What went wrong, in one line; "" if nothing did."""
+    if status in (0, DEAD_KERNEL):
+        return "The kernel died: it was killed, or the machine was out of memory." if status else ""
+    for output in (o for cell in load(target).cells for o in cell.get("outputs", ()) if o.output_type == "error"):
+        return f"{output.ename}: {output.evalue}".strip().partition("\n")[0]
+    return f"The notebook could not be run: {log.strip().rpartition(chr(10))[2]}"

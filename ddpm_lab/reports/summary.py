@@ -1,8 +1,13 @@
-"""Runs as a table with speed-ups, as people compare jobs, and the settings in which two of them differ."""
+"""Runs as a table with speed-ups, as people compare jobs, and the settings in which two of them differ.
+
+A job of ``scripts/slurm.sh`` leaves its log ``slurm-N.out`` and its results ``slurm-N/`` side by side; at its end it
+prints its runs into the log as one line of JSON.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -10,22 +15,27 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, get_type_hints
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
-from ddpm_lab.data.folder import DataError
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.files import expanded, writing
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.files import LEDGER, expanded, writing
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.machine_watch import Watch
-from ddpm_lab.record import RunRecord
-from ddpm_lab.training.run_folder import name_of, train_count, trained
+from ddpm_lab.questions import multi_gpu
+from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.training.run_folder import name_of, trained
 
+LOGS = "slurm-*.out"
 COLUMNS = {
     **{"Job ID": "job_id", "Configuration": "name", "GPUs": "gpus", "Nodes": "nodes", "Time (s)": "seconds"},
     **{"Time/Epoch (s)": "epoch_seconds", "Val Loss": "loss", "Val Acc": "accuracy", "Speed-up": "speed_up"},
@@ -43,17 +53,17 @@ UNTRAINED = (
     *("ddpm_lab.training.allreduce:", "ddpm_lab.training.limits:", "ddpm_lab.training.planted:"),
     *(LOADER_ALONE, SAMPLING, CHECK),
 )
-"""Workloads that train nothing, and have no epochs or losses."""
+"""Workloads that train nothing, and have no losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A run, or a log in which none was found; None is unknown, and never 0.
 
-    ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
-    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was
-    read: a file, a run's folder or a ledger. ``speed_up`` is over a single device, ``efficiency`` that over the number
-    of devices, ``rating`` its name. ``note`` is what a reader must know of it.
+    ``seconds`` is the time spent in training steps, ``epoch_seconds`` that of 50,000 images, ``loss`` the lowest
+    held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was read: a
+    file, a run's folder or a ledger. ``speed_up`` is over a single device, ``efficiency`` that over the number of
+    devices, ``rating`` its name. ``note`` is what a reader must know of it.
     """
 
     job_id: str | None = None
@@ -61,7 +71,6 @@ class Summary:
     gpus: int | None = None
     ranks: int | None = None
     nodes: int | None = None
-    epochs: float | None = None
     seconds: float | None = None
     epoch_seconds: float | None = None
     loss: float | None = None
@@ -107,66 +116,82 @@ class Summary:
         return ACCURACY
 
 
+_KINDS = get_type_hints(Summary)
+
+
 # --- where summaries come from ---------------------------------------------------------------------------------------
-
-
-def tell(runs: Iterable[Summary]) -> None:
-    """In a SLURM job, print the runs as one line of JSON to stderr; ``ddpm-lab collect`` reads it back."""
-    if "SLURM_JOB_ID" in os.environ:
-        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
 
 
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
     """The summary of a training run from its folder: all its steps, those of earlier starts included."""
     steps, seconds, best = trained(folder, config.global_batch_size)
-    try:
-        epochs = steps * config.global_batch_size / train_count(config)
-    except DataError:  # a run that is looked at later, when its images are gone
-        epochs = None
-    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent, steps=steps)
+    images = steps * config.global_batch_size
+    return _summary(config, seconds, images, loss=best, gpu_percent=gpu_percent, steps=steps)
 
 
-def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
+def of_records(records: Iterable[RunRecord]) -> list[Summary]:
     """One summary for each configuration that was timed in sets or trained for its loss.
 
-    Seconds and images of the windows of its sets; the repeated baseline is no run of its own. ``images`` says by their
-    ``data_sha256`` how many images an epoch has.
+    Seconds and images of the windows of its sets; the repeated baseline is no run of its own.
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
         trains = not r.config.workload.startswith(UNTRAINED)
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
-    return [of_run(r[0].config, r, images.get(r[0].config.data_sha256)) for r in by_run.values()]
+    return [_of_run(r[0].config, r) for r in by_run.values()]
 
 
-def of_run(config: RunConfig, records: Sequence[RunRecord], epoch: int | None) -> Summary:
-    """The summary of records of one configuration; ``epoch`` is the number of images in one, where it is known."""
+def of_study(study: Study, source: str) -> list[Summary]:
+    """The runs of a study of ``multi_gpu``, with their paired speed-ups; ``source`` is the ledger."""
+    found = [r for r in multi_gpu.scaling_rows(study) if r.role in ("baseline", "candidate")]
+    return [dataclasses.replace(_paired(study, r, found), log=source) for r in found]
+
+
+def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
+    kind = (row.run_id, row.role, row.baseline_id, row.family)
+    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind and r.status == "ok"]
+    beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
+    trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
+    told = _of_run(row.config, [*(mine if row.sets else ()), *trials])
+    notes, gain = [told.note, multi_gpu.layout(row.config)], dict[str, Any]()
+    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
+    if row.role == "candidate" and row.sets:
+        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
+        gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
+        notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+    epoch = row.projected_seconds if told.seconds else None
+    note = "; ".join(filter(None, notes))
+    return dataclasses.replace(told, configuration=row.family, epoch_seconds=epoch, note=note, **gain)
+
+
+def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
+    """The summary of records of one configuration."""
     windows = [w for r in records for w in r.windows]
     losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
-    images, epoch = sum(w.images for w in windows), epoch or config.option("samples", None)
     claimed = not any(r.mechanism_only for r in records)
-    return _summary(
+    found = _summary(
         config,
-        seconds=sum(w.seconds for w in windows) if windows and claimed else None,
-        epochs=images / epoch if images and epoch else None,
+        sum(w.seconds for w in windows) if windows and claimed else None,
+        sum(w.images for w in windows),
         loss=min(losses, default=None),
         gpu_percent=fmean(busy) if busy else None,
         note="" if claimed else MECHANISM,
     )
+    jobs = [r.environment.slurm_job_id for r in records if r.environment.slurm_job_id]
+    return dataclasses.replace(found, job_id=jobs[-1] if jobs else found.job_id)
 
 
-def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, **values: Any) -> Summary:
+def _summary(config: RunConfig, seconds: float | None, images: int, **values: Any) -> Summary:
     return Summary(
         job_id=os.environ.get("SLURM_JOB_ID"),
         configuration=name_of(config),
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,
         nodes=config.nodes,
-        epochs=epochs,
         seconds=seconds,
-        epoch_seconds=seconds / epochs if seconds and epochs else None,
+        epoch_seconds=PROJECTED_IMAGES * seconds / images if seconds and images else None,
         **values,
     )
 
@@ -177,6 +202,66 @@ def watched(config: RunConfig) -> Watch:
     return Watch({gpu.uuid: 0 for gpu in gpus if gpu.uuid})
 
 
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def tell(runs: Iterable[Summary]) -> None:
+    """In a SLURM job, print the runs as one line of JSON to stderr; ``read_log`` reads it back."""
+    if "SLURM_JOB_ID" in os.environ:
+        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
+
+
+def read_log(log: Path) -> list[Summary]:
+    """The runs in the log of a job, or one without numbers that notes its last line. Raises ConfigError."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the log {log}: {error.strerror}; give logs of SLURM jobs") from error
+    runs = [run for line in lines for run in _runs(line)]
+    if not runs:
+        said = [line for line in lines if line.strip() and not line.startswith("srun: ")]  # it hides what has failed
+        last = "".join(c for c in said[-1].strip()[:200] if c.isprintable()) if said else "none"
+        runs = [Summary(job_id=log.stem.removeprefix("slurm-"), note=f"{NO_SUMMARY}; its last line: {last}")]
+    return [dataclasses.replace(r, log=str(log)) for r in runs]
+
+
+def _runs(line: str) -> list[Summary]:
+    """The runs in a line of a log; none if it is another line, damaged or cut off."""
+    try:
+        told, _ = json.JSONDecoder().raw_decode(line, line.index(f'{{"{RUNS}": '))
+        runs = [Summary(**run) for run in told[RUNS]]
+    except (ValueError, TypeError, RecursionError):
+        return []
+    values = [(name, value) for run in runs for name, value in dataclasses.asdict(run).items()]
+    sound = all(isinstance(v, _KINDS[name]) and (not isinstance(v, int | float) or v >= 0) for name, v in values)
+    return runs if sound else []
+
+
+def append_new(logs: Sequence[Path], path: Path) -> int:
+    """Append the records of jobs that a ledger does not hold yet; how many there were.
+
+    May be called while the jobs run, and again. Raises LedgerError if the ledger cannot be written.
+    """
+    with writing(path.parent, LedgerError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / ".collecting").open("w")
+    with lock:  # what one process has looked for, another may be adding
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = {_text(r) for r in Ledger(path).read()[0]}
+        new: dict[str, RunRecord] = {}
+        for log in logs:
+            records, damaged = Ledger(log.with_suffix("") / LEDGER).read()
+            print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+            new |= {text: r for r in records if (text := _text(r)) not in held}
+        if new:
+            Ledger(path).append(new.values())
+    return len(new)
+
+
+def _text(record: RunRecord) -> str:
+    return json.dumps(record.as_dict(), sort_keys=True)
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -184,33 +269,23 @@ def compared(runs: Sequence[Summary]) -> list[Summary]:
     """The runs, with what several devices gain over one in jobs that ran apart.
 
     The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
-    scaling) that with the batch of each device. Runs over different numbers of epochs are compared by the time of an
-    epoch, and not at all where a log does not tell it.
+    scaling) that with the batch of each device.
     """
-    alone: dict[tuple[bool, str], list[Summary]] = defaultdict(list)
+    alone: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for run in runs:
-        if run.seconds and run.devices == 1:
-            alone[bool(run.gpus), run.configuration or ""].append(run)
-    return [_gain(run, alone) if run.seconds and (run.devices or 1) > 1 else run for run in runs]
+        if run.epoch_seconds and run.devices == 1:
+            alone[bool(run.gpus), run.configuration or ""].append(run.epoch_seconds)
+    return [_gain(run, alone) if run.epoch_seconds and (run.devices or 1) > 1 else run for run in runs]
 
 
-def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> Summary:
+def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[float]]) -> Summary:
     gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
-    base, told = alone.get((gpu, name), ()), "jobs ran apart, so without an interval"
-    if not base:
-        per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
-        base, told = alone.get((gpu, per_device), ()), f"weak scaling; {told}"
-    every = (run, *base)
-    times = [each.seconds if len({r.epochs for r in every}) == 1 else each.epoch_seconds for each in every]
-    known = [time for time in times if time]
-    gain: dict[str, Any] = {}
-    if not base:
-        told = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
-    elif len(known) < len(times):
-        told = "other numbers of epochs than on a single device, and not every log tells the time of one"
-    else:
-        ratio = geometric_mean(known[1:]) / known[0]
-        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
+    per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
+    gain, told = dict[str, Any](), f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
+    for key, kind in ((name, ""), (per_device, "weak scaling; ")):
+        if not gain and (times := alone.get((gpu, key))) and run.epoch_seconds:
+            ratio, told = geometric_mean(times) / run.epoch_seconds, f"{kind}jobs ran apart, so without an interval"
+            gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 
 
@@ -221,35 +296,29 @@ def grid(runs: Sequence[Summary]) -> tables.Table:
     names += ["Steps"] if any(run.steps for run in runs) else []
     names += ["Log"] if len({run.log for run in runs}) > 1 else []
     names += ["Note"] if any(run.note for run in runs) else []
-    return [{name: _text(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
+    return [{name: _text_of(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
 
 
-def _text(column: str, value: Any) -> str:
+def _text_of(column: str, value: Any) -> str:
     if value is None:
         return "" if column in ("Speed-up", "Efficiency") else UNKNOWN
     if column == "Efficiency":
         return f"{100 * value:.1f} %"
     if column == "Val Loss":
         return format(value, ".4f" if value >= 0.01 else ".4g")
-    if isinstance(value, float):
-        return f"{value:,.2f}" + "x" * (column == "Speed-up")
-    return str(value)
+    return f"{value:,.2f}" + "x" * (column == "Speed-up") if isinstance(value, float) else str(value)
 
 
 def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
     """The speed-up analysis: the time of each baseline, and what several devices gain over one."""
-    if not any(run.speed_up for run in runs):
-        return []
-    lines = [f"Baseline ({r.size}, {r.name}): {r.seconds:,.2f} seconds" for r in runs if r.devices == 1 and r.seconds]
-    for r in runs:
-        if r.speed_up and r.efficiency:
-            rating = f"; {r.rating}, by S001's bands" if r.rating else ""
-            lines.append(
-                f"{r.size}, {r.name}: speed-up {r.speed_up:.2f}x, efficiency {100 * r.efficiency:.1f} %{rating}"
-            )
-    if any(r.log.endswith(".jsonl") for r in runs):
-        lines.append("Times of an epoch from a ledger are projected from timed steps.")
-    return lines
+    several = [r for r in runs if r.speed_up and r.efficiency]
+    bases = [r for r in runs if several and r.devices == 1 and r.seconds]
+    lines = [f"Baseline ({r.size}, {r.name}): {r.seconds:,.2f} seconds" for r in bases]
+    for r in several:
+        rating = f"; {r.rating}, by S001's bands" if r.rating else ""
+        gain = f"speed-up {r.speed_up:.2f}x, efficiency {100 * (r.efficiency or 0):.1f} %"
+        lines.append(f"{r.size}, {r.name}: {gain}{rating}")
+    return [*lines, "An epoch is 50,000 images: its time is projected from that of the steps."]
 
 
 def show(
@@ -272,39 +341,15 @@ def show(
 
 # --- what differs ----------------------------------------------------------------------------------------------------
 
-HOW = (
-    *("device", "world_size", "nodes", "oversubscribe", "threads", "accumulation", "precision", "channels_last"),
-    *("compile", "compile_mode", "implementation", "kernels", "freed_memory", "optimizer.adam", "optimizer.ema"),
-    *("loader", "loader_workers", "read_loss"),
-    *("exchange.bucket_view", "exchange.static_graph", "exchange.bucket_mb", "exchange.hook", "exchange.nccl"),
-)
-"""Settings of how a network is trained, which a benchmark varies: all others say what is trained."""
 LENGTH = "train.steps"
 WHERE = ("machine", "torch", "code version", "images", "turns and windows")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run as it is compared: its settings, and what is known of where and how long it ran."""
-
-    name: str
-    config: RunConfig
-    circumstances: Mapping[str, str | int] = field(default_factory=dict)
-
-
-def of_record(name: str, record: RunRecord) -> Run:
-    """A record's run, with the machine, the code and the data that it was measured with."""
+def of_record(record: RunRecord) -> dict[str, Any]:
+    """The settings of a record, with the machine, the code and the data that it was measured with."""
     machine = f"{record.machine.name} ({record.machine.key})"
     values = (machine, record.machine.torch, record.code_version, record.data_name, record.plan.key)
-    return Run(name=name, config=record.config, circumstances=dict(zip(WHERE, values, strict=True)))
-
-
-def differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
-    """The values of every setting that differs; circumstances only where both sides know theirs."""
-    mine, theirs = settings(one.config), settings(other.config)
-    pairs = {name: (mine.get(name), theirs.get(name)) for name in (mine | theirs)}
-    pairs |= {n: (value, other.circumstances[n]) for n, value in one.circumstances.items() if n in other.circumstances}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return settings(record.config) | dict(zip(WHERE, values, strict=True))
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
@@ -314,34 +359,26 @@ def settings(config: RunConfig) -> dict[str, Any]:
     return {name: v for name, v in values if not isinstance(v, dict) and name != "data"} | nested
 
 
-def unexpected(found: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
-    """What differs and should not: all but ``only``, or, if it is None, all but how the same network is trained.
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two runs; what only one of them can know, such as a machine, does not."""
+    names = [n for n in {**one, **other} if n.startswith("options.") or (n in one and n in other)]
+    return {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
 
-    Raises ConfigError for a name that is no setting; a table's name stands for all that is in it.
-    """
+
+def unexpected(found: Mapping[str, Any], only: Sequence[str]) -> list[str]:
+    """What differs but for ``only``; a table's name stands for all in it. Raises ConfigError for one that is none."""
     known = {*settings(RunConfig()), *WHERE, LENGTH}
     tables = {name.partition(".")[0] for name in known if "." in name}
-    for name in only or ():
+    for name in only:
         if name not in known | tables and not name.startswith("options."):
             raise ConfigError(f"--only has {name!r}, which is no setting: give names such as world_size,precision")
-    allowed = {*(HOW if only is None else only)}
-    return [name for name in found if not {name, name.partition(".")[0]} & allowed]
+    return [name for name in found if not {name, name.partition(".")[0]} & {*only}]
 
 
-def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[str]:
-    """What differs as a table, and whether only what should differ does."""
-    found = differences(one, other)
+def difference_lines(names: Sequence[str], found: Mapping[str, tuple[Any, Any]], wrong: Sequence[str]) -> list[str]:
+    """What differs between two runs as a table, and what of it should not."""
     if not found:
         return ["Nothing differs: both do the same work."]
-    wrong = unexpected(found, only)
-    second = other.name if other.name != one.name else f"{other.name} (second)"
-    rows = [
-        {"Setting": name, one.name: str(a)[:60], second: str(b)[:60], "May differ": "no" if name in wrong else "yes"}
-        for name, (a, b) in found.items()
-    ]
-    lines = tables.plain(rows).splitlines()
-    may = "how the network is trained" if only is None else ", ".join(only) or "nothing"
-    lines.append(f"May differ: {may}. Should not differ: {', '.join(wrong) or 'nothing that does'}.")
-    if any(name not in HOW and name not in WHERE for name in found):
-        lines.append("They are different trainings: their losses do not compare.")
-    return lines
+    one, other = names[0], names[1] if names[1] != names[0] else f"{names[1]} (second)"
+    rows = [{"Setting": name, one: str(a)[:60], other: str(b)[:60]} for name, (a, b) in found.items()]
+    return [*tables.plain(rows).splitlines(), *([f"Should not differ: {', '.join(wrong)}."] if wrong else [])]
