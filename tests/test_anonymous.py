@@ -10,7 +10,7 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.record import Environment, RunRecord
-from ddpm_lab.reports.anonymous import FIELDS, anonymous
+from ddpm_lab.reports.published import FIELDS, anonymous
 
 UUIDS = ("GPU-1f0e7a62-aaaa-bbbb-cccc-0123456789ab", "GPU-2f0e7a62-aaaa-bbbb-cccc-0123456789ab")
 FOLDER = "/home/alice/my secret pictures/prepared"

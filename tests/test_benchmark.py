@@ -152,9 +152,7 @@ def test_the_files_and_the_table_hold_what_the_comparisons_say() -> None:
     assert weak["speedup"] == pytest.approx(6.45, rel=0.01)
     assert weak["speedup_low"] < weak["speedup"] < weak["speedup_high"]
     assert weak["efficiency"] == pytest.approx(weak["speedup"] / 8)
-    assert (weak["band"], weak["verdict"], weak["recommendation"]) == ("good", "faster", None)
-    beyond = paired({}, {32: 9.0}, set_noise=0.001)
-    assert benchmark.to_dict(beyond, benchmark.rows(beyond)[1])["band"] == "above 100 %", "no such band"
+    assert (weak["verdict"], weak["recommendation"]) == ("faster", None)
     shown = benchmark.comparison(answer)
     assert [row["Batch Size"] for row in shown] == ["32 each", "16", "32", "64"]
     assert shown[3]["Recommendation"] == "multi-GPU beneficial"

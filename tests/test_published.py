@@ -20,7 +20,7 @@ from PIL import Image, ImageFilter
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import frames
 from ddpm_lab.explain.charts.style import png
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports import published
@@ -60,7 +60,7 @@ def output(original: Path, tmp_path: Path) -> Path:
 def test_the_lab_s_own_questions_are_published_and_nothing_of_alice(original: Path, call: Call) -> None:
     assert call("figures", "--check", "--output-dir", original)[0] == 0
     assert not list(original.rglob("*.partial"))
-    (ledger,) = (original / published.RECORDS).iterdir()
+    (ledger,) = (original / PUBLISHED).iterdir()
     assert (ledger.name, "alice" in ledger.read_text()) == (f"{SLUG}.jsonl", False)
     kept = [(r.run_id, r.windows, r.cohort) for r in Ledger(ledger).read()[0]]
     assert kept == [(r.run_id, r.windows, r.cohort) for r in own_records() if r.experiment == "amp"]
@@ -85,7 +85,7 @@ def test_looks_are_published_with_what_was_shown_and_trials_of_other_code(tmp_pa
     trials = [r for code, tried in told.items() for r in make.trials(tried, seeds=3, code_version=code)]
     Ledger(tmp_path / "own.jsonl").append([*trials, *found, *looks])
     published.publish([tmp_path / "own.jsonl"], None, tmp_path)
-    kept = Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0]
+    kept = Ledger(tmp_path / PUBLISHED / f"{SLUG}.jsonl").read()[0]
     assert [(r.experiment, r.look) for r in kept if r.role == "look"] == [("amp", r.look) for r in looks[:2]]
     was, now = (
         [(r.code_version, r.label, r.config.seed) for r in each if r.role == "quality"] for each in (trials, kept)
@@ -100,13 +100,13 @@ def test_publishing_again_changes_no_byte(output: Path) -> None:
 
     before = written()
     assert len(before) > 2
-    published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
+    published.publish([output / PUBLISHED / f"{SLUG}.jsonl"], None, output)
     assert before == written()
 
 
 @pytest.mark.slow
 def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
-    ledger = original / published.RECORDS / f"{SLUG}.jsonl"
+    ledger = original / PUBLISHED / f"{SLUG}.jsonl"
     code = (
         "import sys; from pathlib import Path; from ddpm_lab.reports import published\n"
         "published.rebuild([Path(sys.argv[1])], None, Path('.').absolute())"
@@ -121,7 +121,7 @@ def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path
 
 
 def test_what_was_touched_is_named(output: Path, call: Call) -> None:
-    folder, path = output / published.FIGURES / SLUG, output / published.RECORDS / f"{SLUG}.jsonl"
+    folder, path = output / published.FIGURES / SLUG, output / PUBLISHED / f"{SLUG}.jsonl"
     whole, figure = path.read_text(), (folder / "03_amp.png").read_bytes()
     touched = [json.loads(line) for line in whole.splitlines()]
     for window in (w for values in touched if values["role"] == "candidate" for w in values["windows"]):
@@ -142,13 +142,13 @@ def test_what_was_touched_is_named(output: Path, call: Call) -> None:
 
 @pytest.mark.slow
 def test_the_readme_has_the_answers_of_the_machine_with_a_gpu_or_most_answers(output: Path) -> None:
-    readme, ledger = output / "README.md", output / published.RECORDS / f"{SLUG}.jsonl"
+    readme, ledger = output / "README.md", output / PUBLISHED / f"{SLUG}.jsonl"
     readme.write_text(f"above\n{published.BEGIN}\nold answers\n{published.END}\nbelow\n")
     published.publish([ledger], None, output)
     text = readme.read_text()
     (row,) = [line for line in text.splitlines() if f"](image_output/published/{SLUG}/03_amp.png)" in line]
     assert "1.50 (" in row, "the ratio stands beside the answer, with its interval"
-    empty = output / published.RECORDS / "another-machine.jsonl"
+    empty = output / PUBLISHED / "another-machine.jsonl"
     empty.touch()
     (problem,) = published.check(output)
     assert problem.startswith(f"{empty} holds no records")
@@ -184,7 +184,7 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     assert not published.same_picture(figure, encoded(np.roll(pixels, 1, axis=1)))
 
     def drawn() -> Figure:
-        records = Ledger(original / published.RECORDS / f"{SLUG}.jsonl").read()[0]
+        records = Ledger(original / PUBLISHED / f"{SLUG}.jsonl").read()[0]
         return answer(frames.study(records, "amp")).figure()
 
     def texts(figure: Figure) -> list[Text]:
@@ -232,7 +232,7 @@ def test_nothing_to_publish_missing_files_and_torn_lines_are_named(output: Path,
         published.publish([tmp_path / "empty.jsonl"], None, tmp_path)
     with pytest.raises(LedgerError, match=r"nowhere\.jsonl"):
         published.rebuild([tmp_path / "nowhere.jsonl"], None, tmp_path)
-    with (output / published.RECORDS / f"{SLUG}.jsonl").open("a") as file:
+    with (output / PUBLISHED / f"{SLUG}.jsonl").open("a") as file:
         file.write('{"set_id": "torn')
     (problem,) = published.check(output)
     assert "not a record" in problem

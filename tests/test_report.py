@@ -25,8 +25,8 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import agenda
 from ddpm_lab.reports import report
-from ddpm_lab.reports.anonymous import FIELDS, MODULES
-from ddpm_lab.reports.notebooks import NUMBERED, ReportError, load
+from ddpm_lab.reports.published import FIELDS, MODULES
+from ddpm_lab.reports.report import NUMBERED, ReportError, load
 
 v4: Any = nbformat.v4
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -125,8 +125,8 @@ _KINDS = get_type_hints(Summary)
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
     """The summary of a training run from its folder: all its steps, those of earlier starts included."""
     steps, seconds, best = trained(folder, config.global_batch_size)
-    images = steps * config.global_batch_size
-    return _summary(config, seconds, images, loss=best, gpu_percent=gpu_percent, steps=steps)
+    known = {"loss": best, "gpu_percent": gpu_percent, "steps": steps, "job_id": os.environ.get("SLURM_JOB_ID")}
+    return _summary(config, seconds, steps * config.global_batch_size, **known)
 
 
 def of_records(records: Iterable[RunRecord]) -> list[Summary]:
@@ -150,19 +150,18 @@ def of_study(study: Study, source: str) -> list[Summary]:
 
 def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
     kind = (row.run_id, row.role, row.baseline_id, row.family)
-    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind and r.status == "ok"]
+    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    told = _of_run(row.config, [*(mine if row.sets else ()), *trials])
+    told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
     notes, gain = [told.note, multi_gpu.layout(row.config)], dict[str, Any]()
     notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if row.role == "candidate" and row.sets:
         gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
         gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
         notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
-    epoch = row.projected_seconds if told.seconds else None
-    note = "; ".join(filter(None, notes))
-    return dataclasses.replace(told, configuration=row.family, epoch_seconds=epoch, note=note, **gain)
+    gain |= {"epoch_seconds": row.projected_seconds if told.seconds else None, "job_id": _job(mine)}
+    return dataclasses.replace(told, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
 
 
 def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
@@ -171,21 +170,24 @@ def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
     losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     claimed = not any(r.mechanism_only for r in records)
-    found = _summary(
+    return _summary(
         config,
         sum(w.seconds for w in windows) if windows and claimed else None,
         sum(w.images for w in windows),
         loss=min(losses, default=None),
         gpu_percent=fmean(busy) if busy else None,
         note="" if claimed else MECHANISM,
+        job_id=_job(records),
     )
-    jobs = [r.environment.slurm_job_id for r in records if r.environment.slurm_job_id]
-    return dataclasses.replace(found, job_id=jobs[-1] if jobs else found.job_id)
+
+
+def _job(records: Sequence[RunRecord]) -> str | None:
+    """The last job that measured."""
+    return next((r.environment.slurm_job_id for r in reversed(records) if r.environment.slurm_job_id), None)
 
 
 def _summary(config: RunConfig, seconds: float | None, images: int, **values: Any) -> Summary:
     return Summary(
-        job_id=os.environ.get("SLURM_JOB_ID"),
         configuration=name_of(config),
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,
