@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -20,7 +19,7 @@ from test_charts import boxes, drawn_lines, intervals, points, spans
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.style import png, save
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.questions import multi_gpu, recommendation
@@ -141,14 +140,6 @@ def test_no_setting_of_the_caller_changes_a_figure_and_none_is_changed() -> None
     assert dict(mpl.rcParams) == before
 
 
-def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
-    path = tmp_path / "image_output" / "03_amp.png"
-    for _ in range(2):
-        save(drawn("resolved")[""], path)
-    assert path.read_bytes() == png(drawn("resolved")[""])
-    assert [p.name for p in path.parent.iterdir()] == ["03_amp.png"]
-
-
 # --- comparisons ---
 
 
@@ -250,16 +241,6 @@ def test_what_runs_beside_the_phases_is_as_long_as_it_took_and_ends_with_backwar
     ax = drawn("budget, a GPU")[""].axes[0]
     bars = dict(zip(names(ax), ax.patches, strict=True))
     assert bars["loading, beside computing"].get_facecolor() == bars["waiting for data"].get_facecolor()
-
-
-def test_of_a_long_kernel_both_ends_are_named() -> None:
-    record = make.profile(RunConfig(purpose="profile"))
-    assert record.profile is not None
-    kernel = f"void at::native::vectorized_{'x' * 60}<float>, std::array<char*, 3>>"
-    record.profile["operators"].append({"name": kernel, "calls": 4, "self_cpu_seconds": 1.0})
-    _, top = answer(make.study([record])).figure().axes
-    (short,) = (name for name in names(top) if name.startswith("void at::"))
-    assert short.endswith(", 3>>")
 
 
 # --- compiling and the machine ---

