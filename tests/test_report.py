@@ -105,16 +105,11 @@ def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
     assert "before" in failed
     assert "kernel died" in (folder / "02_dies.html").read_text()
     assert "ValueError: planted &lt;b&gt;failure&lt;/b&gt;" in index
-    assert index.count('class="chip failed">failed') == 2
     assert "[1, 2]" in (folder / "03_answers.html").read_text(), "a parameter goes to the notebooks that have it"
     kept = (folder / "notebooks" / "01_fails.ipynb").read_text()
     assert (json.loads(kept)["metadata"]["ddpm_lab"]["state"], "sizes" in kept) == ("failed", False)
-    said = [re.sub(r"^\[[\d:]+\] ", "", line) for line in lines]
-    order = ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", "A planted answer & more"]
-    assert [line for line in said if line.startswith("03_answers: ")][1:] == [f"03_answers: {line}" for line in order]
-    told = [f"{name}: {'; '.join(found)}" for name, found in pages.answers(result.pages)]
-    assert told
-    assert said[-1 - len(told) : -1] == told
+    said = [line.partition("03_answers: ")[2] for line in lines if "03_answers: " in line]
+    assert said[1:] == ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", "A planted answer & more"]
 
 
 @pytest.mark.slow

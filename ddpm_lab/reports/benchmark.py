@@ -197,8 +197,7 @@ def dashboard(study: Study) -> Figure:
     note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "
     note += f"efficiency {phrases.share(study.bands.threshold)}."
     several = [r for r in found if compared(r)]
-    Panel = tuple[str, list[Comparison], Callable[[Comparison], Interval], list[float]]
-    panels: list[Panel] = [
+    panels: list[tuple[str, list[Comparison], Callable[[Comparison], Interval], list[float]]] = [
         ("Time of an epoch, seconds", found, lambda r: Interval(value=r.projected_seconds), []),
         ("Images per second", found, lambda r: Interval(value=r.images_per_second), []),
         ("Speed-up", several, lambda r: r.ratio, sorted({float(r.ranks) for r in several})),

@@ -181,7 +181,7 @@ def _studies(
 
 def _pictures(studies: Sequence[Study], folder: Path) -> dict[Path, bytes]:
     """Every figure of the answers, by its file in ``folder``."""
-    found = {}
+    found: dict[Path, bytes] = {}
     for shown in map(answer, studies):
         drawn = [("", shown.figure()), *((f"_{name}", extra) for _, extra, name in shown.figures())]
         found |= {folder / f"{shown.file}{name}.png": png(figure) for name, figure in drawn}
