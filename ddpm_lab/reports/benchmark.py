@@ -150,7 +150,8 @@ def comparison(study: Study) -> Table:
             if compared(row):
                 called = recommendation(row) if row.scaling == "strong" else phrases.outcome(row)
                 span = phrases.between(row.ratio) or phrases.DASH
-                gains = [f"{row.ratio.value:.2f}x", called, span, multi_gpu.rated(row, study.bands)]
+                share = multi_gpu.rated(row, study.bands) if row.answered else multi_gpu.efficiency(row)
+                gains = [f"{row.ratio.value:.2f}x", called, span, share]
             shown.append(
                 {"Batch Size": _name(row), single: _epoch(alone), several: _epoch(beside)}
                 | dict(zip(("Speedup", "Recommendation", "95 % interval", "Efficiency"), gains, strict=True))

@@ -317,7 +317,7 @@ def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
     bases = [r for r in runs if several and r.devices == 1 and r.seconds]
     lines = [f"Baseline ({r.size}, {r.name}): {r.seconds:,.2f} seconds" for r in bases]
     for r in several:
-        rating = f"; {r.rating}, by S001's bands" if r.rating else ""
+        rating = f"; {r.rating}{', by S001' * (r.rating in dict(S001.table))}" if r.rating else ""
         gain = f"speed-up {r.speed_up:.2f}x, efficiency {100 * (r.efficiency or 0):.1f} %"
         lines.append(f"{r.size}, {r.name}: {gain}{rating}")
     return [*lines, "An epoch is 50,000 images: its time is projected from that of the steps."]
