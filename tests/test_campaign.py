@@ -23,7 +23,7 @@ from records import gradient_check
 from setups import setup
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import campaign, hardware, shortfall, turn_plan
+from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME, OVERRUN
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
@@ -231,8 +231,8 @@ def test_sets_fill_the_time_and_the_least_may_overrun_it_by_half(lab: Lab) -> No
 def test_no_more_sets_are_measured_than_resolve_the_usual_difference(lab: Lab) -> None:
     lab.ledger.append(make.sets({}, experiment="other", count=50, turns=6, set_noise=0.005, turn_noise=1e-3))
     made = lab.run(ONE, seconds=30_000)
-    assert len(lab.sets) == turn_plan.sets_that_resolve(0.03, lab.turns[0], *made.lacks.scatter)
-    assert 4 <= len(lab.sets) < turn_plan.sets_that_resolve(0.03, lab.turns[0], turn_plan.WITHIN, turn_plan.BETWEEN)
+    assert len(lab.sets) == shortfall.sets_that_resolve(0.03, lab.turns[0], *made.lacks.scatter)
+    assert 4 <= len(lab.sets) < shortfall.sets_that_resolve(0.03, lab.turns[0], shortfall.WITHIN, shortfall.BETWEEN)
 
 
 def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(lab: Lab) -> None:
@@ -260,7 +260,7 @@ def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> Non
     lab.ledger.append(make.on(make.GPUS, make.sets({}, experiment="there", turns=6, **wild)))
     lab.run(ONE, seconds=600, look=False)
     assert set(lab.turns) == {12}, "sqrt(12 s / 0.9 s) * 10 % / 3 %"
-    for set_noise, turn_noise, turns in ((0.5, 1e-3, turn_plan.LEAST_TURNS), (0.0, 0.5, turn_plan.MOST_TURNS)):
+    for set_noise, turn_noise, turns in ((0.5, 1e-3, shortfall.LEAST_TURNS), (0.0, 0.5, shortfall.MOST_TURNS)):
         wild = {"count": 60, "set_noise": set_noise, "turn_noise": turn_noise}
         lab.ledger.append(make.sets({}, experiment="other", turns=20, **wild))
         lab.run(experiment(family(f"g{turns}", 1, first=turns)), sets=1)

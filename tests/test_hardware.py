@@ -18,9 +18,9 @@ import pytest
 from planted_gpus import GIB, RANK, STRANGER, Card, Plant
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.measure import hardware, machine_watch
+from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.hardware import Gpu, gpu_trouble
-from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.measure.others import Watch
 from ddpm_lab.training import setting
 
 CPU = "/sys/fs/cgroup/cpu"
@@ -198,7 +198,7 @@ def watched(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> Watched:
         assert not [t for t in threading.enumerate() if t.name == "ddpm_lab machine state"]
         return watch.state
 
-    monkeypatch.setattr(machine_watch, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(others, "FIRST_SECONDS", 0.05)
     return watch
 
 

@@ -30,8 +30,7 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.machine_watch import Watch
-from ddpm_lab.measure.others import fair_cores, free_cores
+from ddpm_lab.measure.others import Watch, fair_cores, free_cores
 from ddpm_lab.measure.process import (
     LEFT,
     Ending,

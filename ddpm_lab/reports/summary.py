@@ -22,7 +22,7 @@ from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import expanded, writing
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.measure.others import Watch
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.run_folder import name_of, train_count, trained
 
