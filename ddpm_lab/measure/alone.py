@@ -128,55 +128,34 @@ def _samples(seat: Seat) -> dict[str, Any]:
     if not count:
         return {}
     seat.say(f"drawing {count} images")
-    steps = _sampler_steps(seat)
+    steps = min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
     png = seat.alive.call("draw_png", seat.instrument.limits.build_seconds, count=count, steps=steps)[0]
     return {"samples": {"png": png, "images": count, "seed": seat.config.seed, "sampler": "ddim", "steps": steps}}
 
 
 def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
-    """The FID of a trial's images; where it fails the trial stands, and says why there is none."""
-    config, instrument = seat.config, seat.instrument
-    generated, steps = seat.alive.folder / "generated.npy", _sampler_steps(seat)
-    asked = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
-    seat.say(f"drawing {fid.images:,} images for the FID")
-    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=str(generated), count=fid.images, steps=steps)
-    try:
-        where: dict[str, Any] = {"data": config.data, "device": config.device, "threads": instrument.usable_cores}
-        where |= {"cache": instrument.cache / "fid", "progress": lambda text: seat.say(f"FID, {text}")}
-        found = distance(fid, generated, **where)
-    except GroupFailed as failed:
-        found = {"reason": failed.reason}
-    return {"fid": {**asked, **found}}
+    """The FID of a trial's images; where it fails the trial stands, and says why there is none.
 
-
-def _sampler_steps(seat: Seat) -> int:
-    return min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
-
-
-def distance(
-    fid: Fid,
-    generated: Path,
-    *,
-    data: str,
-    device: str,
-    threads: int,
-    cache: Path | None = None,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """FID of the images in ``generated``, a .npy file of uint8 (N, S, S, 3), against training images of ``data``.
-
-    It is computed in a process of its own, so that what it needs is no part of the code that trains; what was found of
-    the training images is kept in ``cache``. Returns the value with the counts of both sides, the SHA-256 of the
-    Inception's weights and the packages' versions. Raises GroupFailed.
+    It is computed in a process of its own, so that what it needs is no part of the code that trains.
     """
+    config, instrument = seat.config, seat.instrument
+    generated, steps = str(seat.alive.folder / "generated.npy"), min(SAMPLER_STEPS, config.diffusion.timesteps)
+    found: dict[str, Any] = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
+    seat.say(f"drawing {fid.images:,} images for the FID")
+    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=generated, count=fid.images, steps=steps)
     options = (("inception", fid.inception), ("sha256", fid.sha256))
-    config = RunConfig(workload=FID, device=device, data=data, options=options)
-    how: dict[str, Any] = {"limits": Limits(build_seconds=FID_SECONDS), "progress": progress}
-    with Group(config, threads=threads, modules={}, environment={}, **how) as group:
-        asked = {"generated": str(generated), "count": fid.images, "cache": str(cache) if cache else None}
-        found: dict[str, Any] = group.call("distance", FID_SECONDS, **asked)[0]
-        group.finish()
-    return {**found, "inception_sha256": fid.sha256}
+    judge = RunConfig(workload=FID, device=config.device, data=config.data, options=options)
+    how: dict[str, Any] = {"threads": instrument.usable_cores, "modules": {}, "environment": {}}
+    how |= {"limits": Limits(build_seconds=FID_SECONDS), "progress": lambda text: seat.say(f"FID, {text}")}
+    asked = {"generated": generated, "count": fid.images, "cache": str(instrument.cache / "fid")}
+    try:
+        with Group(judge, **how) as group:
+            (answer,) = group.call("distance", FID_SECONDS, **asked)
+            group.finish()
+        found |= answer
+    except GroupFailed as failed:
+        found["reason"] = failed.reason
+    return {"fid": found}
 
 
 def compare_gradients(seat: Seat) -> dict[str, Any]:

@@ -43,7 +43,12 @@ _CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alo
 
 
 class Campaign:
-    """The measuring of one experiment; ``measured_sets`` counts what it added to the ledger."""
+    """The measuring of one experiment, of which ``target`` says how much, by an ``instrument``, into a ``ledger``.
+
+    ``held`` is what the ledger holds of it and ``lacks`` what is still to be measured. ``measured_sets`` counts what
+    was added, ``disturbed`` the sets of these that do not count; ``crowded_out`` says that the machine was too busy for
+    a comparison with all its threads. Traces of profiles go to the folder ``traces``.
+    """
 
     def __init__(
         self, experiment: Experiment, target: Target, instrument: Instrument, ledger: Ledger, traces: Path
@@ -55,9 +60,8 @@ class Campaign:
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
         self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
-        self.measured_sets = 0
-        self.disturbed = 0  # sets of this run that did not count
-        self.crowded_out = False  # whether the machine was too busy for a comparison with all its threads
+        self.measured_sets = self.disturbed = 0
+        self.crowded_out = False
         self.begun = time.monotonic()
         self._stage_ends, self._stage_families = math.inf, 1
 
@@ -232,11 +236,9 @@ class Campaign:
             if not self.held.disturbed:
                 await_quiet(family.baseline, self.instrument.usable_cores, progress)
             records, done = self.measure(family, candidates), done + 1
-            if failed := [r for r in records if r.status != "ok"]:
-                again = (
-                    "not tried again now" if any(self.lacks.hopeless(r.config) for r in failed) else "measured again"
-                )
-                progress.stay(f"lost: {'; '.join(f'{r.label} {r.status} ({r.reason})' for r in failed)}; {again}")
+            if failed := [f"{r.label} {r.status} ({r.reason})" for r in records if r.status != "ok"]:
+                gone = any(self.lacks.hopeless(r.config) for r in records)
+                progress.stay(f"lost: {'; '.join(failed)}; {'not tried again now' if gone else 'measured again'}")
             if crowded(records) and not self.held.disturbed:
                 self.disturbed += 1
                 crowded_sets[family.name] += 1

@@ -69,7 +69,6 @@ class Seat:
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
         self._filled: Path | None = None  # the file that marks the compile caches as filled
-        self._throwaway: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
         self.witness: list[dict[str, Any]] = []
@@ -131,10 +130,7 @@ class Seat:
             raise GroupFailed("refused", "; ".join(wrong))
 
     def _compile_cache(self) -> dict[str, str]:
-        """Environment that points the compiler at caches the lab owns.
-
-        A cold member fills the lab's own while they are empty, else it has fresh ones: others may be using the filled.
-        """
+        """Environment that points the compiler at caches the lab owns; a cold member fills them anew."""
         if self.config.compile == "off":
             return {}
         version = self.instrument.cache / "compile" / self.instrument.code.key
@@ -149,10 +145,8 @@ class Seat:
             trained = work.workload if work.is_own else DDPM
             work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
         folder = version / work.run_id
-        if self.member.role == "cold" and (folder / "filled").exists():
-            self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         self._filled = folder / "filled"
-        self.compile_cache = "warm" if self._filled.exists() else "cold"
+        self.compile_cache = "warm" if self._filled.exists() and self.member.role != "cold" else "cold"
         if self.compile_cache == "cold":
             shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
@@ -265,12 +259,10 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
+        """Kill what is left of the group."""
         if self.group:
             self.group.kill()
             self.group = None
-        if self._throwaway:
-            shutil.rmtree(self._throwaway, ignore_errors=True)
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:
