@@ -24,10 +24,10 @@ from setups import setup
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, hardware, shortfall
-from ddpm_lab.measure.campaign import NO_TIME, OVERRUN
+from ddpm_lab.measure.campaign import NO_TIME
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.plan import MOST_CANDIDATES, PRIMARY, Experiment, Family, Fid, Plan, by_stage
+from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan, by_stage
 from ddpm_lab.questions import planning
 from ddpm_lab.questions.planning import Planned
 from ddpm_lab.questions.quality import quality
@@ -385,21 +385,6 @@ def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
     assert not Held([failed]).trained(trial.run_id, asked)
 
 
-def test_crowded_sets_are_kept_and_do_not_count() -> None:
-    found = make.sets({"bf16": (FAST, 1.5)}, count=6, crowded=[1, 4], family="f", **EXACT)
-    held, ids = Held(found), list(dict.fromkeys(r.set_id for r in found))
-    assert list(held.sets(BASE.run_id, FAST.run_id)) == [ids[i] for i in (0, 2, 3, 5)]
-    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5)] * 4)
-    assert len(Held(found, disturbed=True).sets(BASE.run_id)) == 6
-    assert not Held(r for r in found if r.set_id == ids[1]).any
-    assert Held(found[3:6]).turns(BASE.run_id, FAST.run_id) == Plan().turns
-    alone = tuple(dataclasses.replace(w, others_cores=0.9) for w in found[2].windows)
-    held = Held(found[:2])
-    assert len(held.sets(BASE.run_id)) == 1
-    held.records += [dataclasses.replace(found[2], windows=alone)]
-    assert len(held.sets(BASE.run_id)) == 0, "0.3 cores of others in each turn, on average over three groups"
-
-
 def test_the_time_of_the_baseline_is_the_mean_with_its_twins() -> None:
     held = Held(make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=1, **EXACT))
     assert held.log_ratios(BASE.run_id, BASE.run_id) == pytest.approx([math.log(1.1)])
@@ -460,14 +445,6 @@ def test_cores_are_chosen_again_after_waiting_for_another_measurement(
     found = asking.planned(seconds=300).measure(seconds=60)
     assert (asking.asked, found.experiment) == ([None], ON_ONE_CORE)
     assert found.planned.campaign.target.seconds == 60
-
-
-def test_it_has_time_to_start_again_even_where_none_is_left(lab: Lab, asking: Planning) -> None:
-    lab.loads = [1.0] * 100
-    found = asking.planned(sets=6).measure(seconds=120, stages=(PRIMARY,), look=False)
-    assert found.planned.campaign.target.seconds == (OVERRUN - 1) * 120
-    assert (found.seconds_left or 0) < 0
-    assert lab.records("look") == []
 
 
 def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, asking: Planning) -> None:

@@ -132,11 +132,9 @@ class Shortfall:
         return sum(sum(missing[:: f.at_once]) for f, missing in counts)
 
     def next(self, families: Sequence[Family]) -> tuple[Family, list[Row]] | None:
-        """The first family that lacks most sets, or where the time decides has the fewest: all grow at one pace."""
+        """The first family with the fewest new sets: all grow at one pace."""
         lacking = [(f, wanted) for f in families if (wanted := self.wanted(f))]
-        if self.timed and not self.target.exact:
-            return min(lacking, key=lambda job: min(self.progress_of(job[0], c)[1] for _, c in job[1]), default=None)
-        return max(lacking, key=lambda job: self.missing(job[0], job[1][0][1]), default=None)
+        return min(lacking, key=lambda job: min(self.progress_of(job[0], c)[1] for _, c in job[1]), default=None)
 
     def compiles(self, family: Family, config: RunConfig) -> int:
         """Compiles from empty caches that are missing."""
