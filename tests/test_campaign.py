@@ -27,7 +27,7 @@ from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan, by_stage
+from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan
 from ddpm_lab.questions import planning
 from ddpm_lab.questions.planning import Planned
 from ddpm_lab.questions.quality import quality
@@ -56,7 +56,6 @@ def left_out(lab: Lab) -> list[str]:
 
 def test_what_the_ledger_has_is_not_measured_again_and_a_kill_costs_the_unfinished_set(lab: Lab) -> None:
     asked, whole = experiment(family("f", 2)), ("f", [*BOTH, "c1", "c2"])
-    assert lab.campaign(asked).forecast() == 3 * 4 * shortfall.PLACE_SECONDS
     lab.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
         lab.run(asked)
@@ -72,8 +71,6 @@ def test_what_the_ledger_has_is_not_measured_again_and_a_kill_costs_the_unfinish
     assert lab.sets == [whole]
     lab.run(experiment(family("f", 3)))
     assert lab.sets == [("f", [*BOTH, "c3"])] * 3, "a candidate added later has sets of its own"
-    lab.run(asked, sets=5)
-    assert len(lab.sets) == 2
 
 
 def test_sets_of_another_code_plan_machine_or_data_do_not_count(lab: Lab) -> None:
@@ -130,8 +127,6 @@ def test_the_primary_comparison_comes_first_and_alone_in_its_sets(lab: Lab) -> N
     assert lab.sets[:4] == [("f", [*BOTH, "c2"])] * 4
     assert Counter(map(str, lab.sets[4:])) == {str(("f", [*BOTH, "c1", "c3"])): 4, str(("g", [*BOTH, "c1"])): 4}
     assert lab.primaries == [["c2"]] * 4 + [[]] * 8
-    for everything in ([family("f", 2), family("alone", 0, first=10)], [family("f", 2, primary="c2", together=True)]):
-        assert by_stage(everything) == (everything, [])
 
 
 # --- what is measured alone ------------------------------------------------------------------------------------------
@@ -170,11 +165,9 @@ def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) 
     assert lab.alone == [("search", f"batch {n}") for n in (8, 16, 32, 24, 20, 22, 23)]
     assert lab.sets == [("f", [*BOTH, "c16"])] * 3
     assert [(r.label, r.config.global_batch_size) for r in lab.records("largest")] == [("memory", 23)]
-    assert {(r.set_id, r.baseline_id) for r in (*lab.records("search"), *lab.records("largest"))} == {("", "")}
-    for _ in range(2):
-        assert [(n.label, n.status) for n in lab.records("note")] == [("c32", "left out")], "noted once"
-        lab.run(experiment(sizes))
-        assert (lab.alone, lab.sets) == ([], [])
+    lab.run(experiment(sizes))
+    assert [(n.label, n.status) for n in lab.records("note")] == [("c32", "left out")], "noted once"
+    assert (lab.alone, lab.sets) == ([], [])
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -349,12 +342,6 @@ def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and
     lab.forget()
     lab.loads = [2.0]
     assert not lab.run(ONE, seconds=60).crowded_out, "one disturbed set where the time ends is no busy machine"
-
-
-def test_a_busy_gpu_is_not_measured_with_fewer_cores(lab: Lab) -> None:
-    lab.state = {"gpu_others_percent": 10.0}
-    made = lab.run(experiment(family("f", 1, primary="c1", shared={"device": "cuda"})), sets=4)
-    assert (len(lab.sets), made.disturbed, made.crowded_out) == (4, 4, False)
 
 
 BASE, FAST, TWO = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)

@@ -20,6 +20,7 @@ from conftest import alive, busy_config
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import cluster
 from ddpm_lab.measure.cluster import Cluster, Place, Process, leading
+from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.process import Store
 
 TESTS = Path(__file__).parent
@@ -54,6 +55,15 @@ def test_ranks_use_an_interface_that_others_reach(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "chosen"})
     process.use("lo")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_the_clocks_of_two_hosts_are_lined_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks leave the barrier before a window together; which second that is, each host says otherwise."""
+    said = [("a", 5.0, 6.0), ("a", 5.25, 6.0), ("b", 100.0, 101.5), ("b", 100.5, 101.0)]
+    reports = [{"host": host, "start": start, "end": end} for host, start, end in said]
+    monkeypatch.setattr(Group, "ask", lambda *_, **__: reports)
+    found = object.__new__(Group).window(settle=0, steps=1, limit=1, stage="testing")
+    assert [(r["start"], r["end"]) for r in found] == [(5.0, 6.0), (5.25, 6.0), (5.0, 6.5), (5.5, 6.0)]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -97,27 +98,22 @@ def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_set_waits_a_little_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
-    rows: list[tuple[list[float | None], RunConfig, float]] = [
-        ([1.0, 0.3, 0.2], RunConfig(), 0.6),  # two threads on two cores leave a quarter of a core to others
-        ([1.0] * 100, RunConfig(), others.QUIET_SECONDS),
-        ([1.25, 1.24], RunConfig(threads=1), 0.4),
-        ([1.0], ranks, 0.0),
-        ([1.0], RunConfig(device="cuda"), 0.0),
-        ([None], RunConfig(), 0.2),
+    """What others take at each look of 0.2 s, and how many looks a set on two cores takes until it starts."""
+    rows: list[tuple[list[float | None], RunConfig, int]] = [
+        ([1.0, 0.3, 0.2], RunConfig(), 3),  # two threads on two cores leave a quarter of a core to others
+        ([1.0] * 100, RunConfig(), 24),
+        ([1.25, 1.24], RunConfig(threads=1), 2),
+        ([1.0], RunConfig(world_size=4, global_batch_size=32, oversubscribe=True), 0),
+        ([1.0], RunConfig(device="cuda"), 0),
+        ([None], RunConfig(), 1),
     ]
-    now, loads = [50.0], list[float | None]()
-
-    def others_cores(seconds: float) -> float | None:
-        now[0] += seconds
-        return loads.pop(0)
-
-    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(others, "others_cores", others_cores)
-    for seen, config, waited in rows:
-        now[0], loads[:] = 50.0, seen
+    looks = list[float | None]()
+    for loads, config, count in rows:
+        now, looks[:] = itertools.count(0, others.SAMPLE_SECONDS + 1e-9), loads
+        monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda now=now: next(now)))
+        monkeypatch.setattr(others, "others_cores", lambda _: looks.pop(0))
         others.await_quiet(config, 2, lambda _: None)
-        assert now[0] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
+        assert len(loads) - len(looks) == count
 
 
 # One measurement at a time
