@@ -236,9 +236,10 @@ class Campaign:
             if not self.held.disturbed:
                 await_quiet(family.baseline, self.instrument.usable_cores, progress)
             records, done = self.measure(family, candidates), done + 1
-            if failed := [f"{r.label} {r.status} ({r.reason})" for r in records if r.status != "ok"]:
-                gone = any(self.lacks.hopeless(r.config) for r in records)
-                progress.stay(f"lost: {'; '.join(failed)}; {'not tried again now' if gone else 'measured again'}")
+            if failed := [r for r in records if r.status != "ok"]:
+                told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
+                gone = any(self.lacks.hopeless(r.config) for r in failed)
+                progress.stay(f"lost: {told}; {'not tried again now' if gone else 'measured again'}")
             if crowded(records) and not self.held.disturbed:
                 self.disturbed += 1
                 crowded_sets[family.name] += 1

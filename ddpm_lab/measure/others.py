@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import operator
 import os
 import tempfile
@@ -186,7 +185,7 @@ def _take(descriptor: int, say: Callable[[str], None]) -> bool:
 # The machine while a group works
 
 FIRST_SECONDS = 0.25  # into a window of 0.4 s, so that a short one has a sample taken while the GPU works
-PERIOD_SECONDS, LATER_SECONDS, EARLY_SAMPLES = 1.0, 5.0, 120  # between samples, later, and after how many
+PERIOD_SECONDS = 1.0  # between samples
 
 State = dict[str, float | None]
 Fold = Callable[[Iterable[float]], float]
@@ -259,12 +258,11 @@ class Watch:
         self.state = {name: None if value is None else round(value, 3) for name, value in state.items()}
 
     def _sample(self) -> None:
-        periods = (itertools.repeat(PERIOD_SECONDS, EARLY_SAMPLES), itertools.repeat(LATER_SECONDS))
-        for pause in itertools.chain([FIRST_SECONDS], *periods):
-            if self._stop.wait(pause):
-                return
+        pause = FIRST_SECONDS
+        while not self._stop.wait(pause):
             for gpu in self._gpus:
                 gpu.sample()
+            pause = PERIOD_SECONDS
 
 
 def folded(fold: Fold, values: Iterable[float | None]) -> float | None:
