@@ -116,7 +116,7 @@ def job(rows: list[Any]) -> Iterator[Job]:
         yield jobs, (json.loads(line) for line in jobs[0].stdout if line.startswith("{"))
     finally:
         for each in jobs:
-            for process in (*below(each), psutil.Process(each.pid)):
+            for process in (*below(each), each):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             each.communicate()
