@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 USUAL_TURNS = 12
 """Of a set whose turns are not computed yet."""
+LEAST_SETS = 4
+"""With fewer sets a ratio is shown and no verdict is given."""
+RESOLUTION = 0.03
+"""The smallest relative difference that a comparison is asked to find, unless another is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

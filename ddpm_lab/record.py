@@ -97,7 +97,7 @@ class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
     A step ends when its slowest rank ends it. ``data_seconds`` is each rank's wait for data, ``others_cores`` how many
-    cores other processes kept busy. ``state`` is what the machine did, by the names of ``machine_watch.Watch``, and the
+    cores other processes kept busy. ``state`` is what the machine did, by the names of ``others.Watch``, and the
     memory of the largest rank at the end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
     """
 

@@ -142,7 +142,6 @@ GPU_STATE = {
     "gpu_temperature_celsius": 66.0,
     "gpu_throttle_reasons": 4.0,
     "gpu_power_watts": 400.0,
-    "gpu_energy_joules": 200.0,
     "gpu_others": 0.0,
     "gpu_others_bytes": 0.0,
     "allocated_bytes": 3 << 30,

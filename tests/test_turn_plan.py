@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from recorded_noise import MACHINES, recorded
 from scipy import special
 
-from ddpm_lab.measure import turn_plan
-from ddpm_lab.measure.turn_plan import balanced_orders, best_turns, sets_that_resolve, steps_of_windows
+from ddpm_lab.measure import shortfall
+from ddpm_lab.measure.sets import balanced_orders, steps_of_windows
+from ddpm_lab.measure.shortfall import best_turns, sets_that_resolve
 from ddpm_lab.plan import Plan
 
 
@@ -29,24 +30,15 @@ def test_a_whole_square_balances_positions_and_neighbours(count: int, seed: int)
     assert follows == dict.fromkeys(permutations(range(count), 2), turns // count)
 
 
-@given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([1, 6, 16, 32, 48, 128]), st.floats(1e-4, 5.0), st.integers(0, 8)),
-        min_size=1,
-        max_size=6,
-    ),
-    seconds=st.floats(0.01, 2.0),
-    least=st.integers(1, 20),
-)
-def test_all_configurations_process_the_same_images(
-    rows: list[tuple[int, float, int]], seconds: float, least: int
-) -> None:
+configurations = st.tuples(st.sampled_from([1, 6, 16, 32, 48, 128]), st.floats(1e-4, 5.0), st.integers(0, 8))
+
+
+@given(rows=st.lists(configurations, min_size=1, max_size=6), least=st.integers(1, 20))
+def test_all_configurations_process_the_same_images(rows: list[tuple[int, float, int]], least: int) -> None:
     batches, steps, prefetch = (list(values) for values in zip(*rows, strict=True))
-    plan = Plan(window_seconds=seconds, window_steps=least)
-    counts = steps_of_windows(plan, batches, steps, prefetch)
+    counts = steps_of_windows(Plan(window_steps=least), batches, steps, prefetch)
     assert len({count * batch for count, batch in zip(counts, batches, strict=True)}) == 1
-    fewest = max(least, 20, 10 * max(prefetch)) if max(prefetch) > 1 else least
-    assert min(counts) >= fewest
+    assert min(counts) >= (max(least, 20, 10 * max(prefetch)) if max(prefetch) > 1 else least)
 
 
 def test_the_fastest_fills_the_window_and_the_slowest_is_held_to_ten_times_it() -> None:
@@ -60,7 +52,7 @@ def test_the_fastest_fills_the_window_and_the_slowest_is_held_to_ten_times_it() 
 
 def half_width(sets: int, turns: int, within: float, between: float) -> float:
     """Of a 95 % interval of a comparison, by scipy's quantile of Student's t."""
-    variance = turn_plan.CANDIDATE * (between**2 + within**2 / turns)
+    variance = shortfall.VARIANCE_OF_CANDIDATE * (between**2 + within**2 / turns)
     return float(special.stdtrit(sets - 1, 0.975)) * math.sqrt(variance / sets)
 
 
@@ -71,10 +63,10 @@ def test_turns_narrow_the_interval_most_for_the_time() -> None:
             half_width(int(1e5 / (start + t * turn)), t, within, between) for t in (turns // 2, turns, 2 * turns)
         ]
         assert min(widths) == widths[1]
-    assert best_turns(20, 0.5, 0.1, 0.0) == turn_plan.MOST_TURNS
-    assert best_turns(1e-3, 0.5, 0.1, 0.1) == turn_plan.LEAST_TURNS
+    assert best_turns(20, 0.5, 0.1, 0.0) == shortfall.MOST_TURNS
+    assert best_turns(1e-3, 0.5, 0.1, 0.1) == shortfall.LEAST_TURNS
     assert 6 * (10 + 0.5 * best_turns(10, 0.5, 0.1, 0.01, 120)) <= 120, "six sets fit into the time"
-    assert best_turns(10, 0.5, 0.1, 0.03, 12) == turn_plan.LEAST_TURNS
+    assert best_turns(10, 0.5, 0.1, 0.03, 12) == shortfall.LEAST_TURNS
 
 
 @given(effect=st.floats(0.01, 0.1), turns=st.integers(4, 60), within=st.floats(0.01, 0.2), between=st.floats(0, 0.1))
@@ -92,8 +84,8 @@ def test_planted_variances_come_back(within: float, between: float) -> None:
         rng.normal(0, between * math.sqrt(2)) + rng.normal(0, within * math.sqrt(2), turns)
         for turns in [12] * 300 + [4] * 300
     ]
-    assert turn_plan.variances([[0.3]]) == (turn_plan.WITHIN, turn_plan.BETWEEN), "nothing is known"
-    found = turn_plan.variances([list(v) for v in twins])
+    assert shortfall.variances([[0.3]]) == (shortfall.WITHIN, shortfall.BETWEEN), "nothing is known"
+    found = shortfall.variances([list(v) for v in twins])
     assert found == pytest.approx((within, between), rel=0.15, abs=0.008)
 
 
@@ -101,7 +93,7 @@ def test_planted_variances_come_back(within: float, between: float) -> None:
 def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine: str) -> None:
     long = [row.twin for row in recorded(machine) if row.quiet and len(row.twin) == 12]
     assert len(long) >= 50
-    within, between = turn_plan.variances([list(v) for v in long])
+    within, between = shortfall.variances([list(v) for v in long])
     for turns in (2, 3, 4, 6, 12):
         pieces = [values[i : i + turns].mean() for values in long for i in range(0, 12, turns)]
         said = np.sqrt(2 * (between**2 + within**2 / turns))

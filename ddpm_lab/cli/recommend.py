@@ -17,7 +17,7 @@ from ddpm_lab.explain import subject, table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, read_study
 from ddpm_lab.files import expanded, ledgers, output_folder
-from ddpm_lab.measure import hardware, largest_batch
+from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions import experiments, planning
@@ -114,7 +114,7 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
         smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
         question.check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
     else:
-        question.check_memory(config, largest_batch.available_bytes(), "the machine")
+        question.check_memory(config, hardware.available_bytes(), "the machine")
     campaign = planned.campaign
     if (seconds := campaign.target.seconds) is not None:
         planned = planned.renewed(question.fitting(campaign.experiment, seconds, campaign.held))

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ddpm_lab import plan
 from ddpm_lab.explain.stats import LEVEL, RESOLUTION, Estimate, Spread, estimate, holm, t_quantile
 
-LEAST_SETS = 4
-"""With fewer sets a ratio is shown and no verdict is given."""
+LEAST_SETS = plan.LEAST_SETS
 LEAST_TO_STOP = 8
 """Sets after which the width of an interval may end measuring."""
 

@@ -14,9 +14,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-LEVEL = 0.95
-RESOLUTION = 0.03
-"""Smallest relative difference that a comparison is asked to find, unless another is given."""
+from ddpm_lab import plan
+
+LEVEL, RESOLUTION = 0.95, plan.RESOLUTION
 
 Array = npt.NDArray[np.float64]
 

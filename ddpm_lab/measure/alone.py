@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.sets import Seat, Work, memory_held
+from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.plan import USUAL_TURNS, Fid, Trial
+from ddpm_lab.plan import USUAL_TURNS, Family, Fid, Trial
+from ddpm_lab.record import LASTING, RunRecord
 
 BUDGET_SECONDS = 6.0  # rounds beyond the first are taken while both kinds of window together stay below this
 PROFILED_STEPS = 5
@@ -126,55 +128,34 @@ def _samples(seat: Seat) -> dict[str, Any]:
     if not count:
         return {}
     seat.say(f"drawing {count} images")
-    steps = _sampler_steps(seat)
+    steps = min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
     png = seat.alive.call("draw_png", seat.instrument.limits.build_seconds, count=count, steps=steps)[0]
     return {"samples": {"png": png, "images": count, "seed": seat.config.seed, "sampler": "ddim", "steps": steps}}
 
 
 def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
-    """The FID of a trial's images; where it fails the trial stands, and says why there is none."""
-    config, instrument = seat.config, seat.instrument
-    generated, steps = seat.alive.folder / "generated.npy", _sampler_steps(seat)
-    asked = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
-    seat.say(f"drawing {fid.images:,} images for the FID")
-    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=str(generated), count=fid.images, steps=steps)
-    try:
-        where: dict[str, Any] = {"data": config.data, "device": config.device, "threads": instrument.usable_cores}
-        where |= {"cache": instrument.cache / "fid", "progress": lambda text: seat.say(f"FID, {text}")}
-        found = distance(fid, generated, **where)
-    except GroupFailed as failed:
-        found = {"reason": failed.reason}
-    return {"fid": {**asked, **found}}
+    """The FID of a trial's images; where it fails the trial stands, and says why there is none.
 
-
-def _sampler_steps(seat: Seat) -> int:
-    return min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
-
-
-def distance(
-    fid: Fid,
-    generated: Path,
-    *,
-    data: str,
-    device: str,
-    threads: int,
-    cache: Path | None = None,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """FID of the images in ``generated``, a .npy file of uint8 (N, S, S, 3), against training images of ``data``.
-
-    It is computed in a process of its own, so that what it needs is no part of the code that trains; what was found of
-    the training images is kept in ``cache``. Returns the value with the counts of both sides, the SHA-256 of the
-    Inception's weights and the packages' versions. Raises GroupFailed.
+    It is computed in a process of its own, so that what it needs is no part of the code that trains.
     """
+    config, instrument = seat.config, seat.instrument
+    generated, steps = str(seat.alive.folder / "generated.npy"), min(SAMPLER_STEPS, config.diffusion.timesteps)
+    found: dict[str, Any] = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
+    seat.say(f"drawing {fid.images:,} images for the FID")
+    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=generated, count=fid.images, steps=steps)
     options = (("inception", fid.inception), ("sha256", fid.sha256))
-    config = RunConfig(workload=FID, device=device, data=data, options=options)
-    how: dict[str, Any] = {"limits": Limits(build_seconds=FID_SECONDS), "progress": progress}
-    with Group(config, threads=threads, modules={}, environment={}, **how) as group:
-        asked = {"generated": str(generated), "count": fid.images, "cache": str(cache) if cache else None}
-        found: dict[str, Any] = group.call("distance", FID_SECONDS, **asked)[0]
-        group.finish()
-    return {**found, "inception_sha256": fid.sha256}
+    judge = RunConfig(workload=FID, device=config.device, data=config.data, options=options)
+    how: dict[str, Any] = {"threads": instrument.usable_cores, "modules": {}, "environment": {}}
+    how |= {"limits": Limits(build_seconds=FID_SECONDS), "progress": lambda text: seat.say(f"FID, {text}")}
+    asked = {"generated": generated, "count": fid.images, "cache": str(instrument.cache / "fid")}
+    try:
+        with Group(judge, **how) as group:
+            (answer,) = group.call("distance", FID_SECONDS, **asked)
+            group.finish()
+        found |= answer
+    except GroupFailed as failed:
+        found["reason"] = failed.reason
+    return {"fid": found}
 
 
 def compare_gradients(seat: Seat) -> dict[str, Any]:
@@ -201,3 +182,102 @@ def run_wrong_ways(seat: Seat) -> dict[str, Any]:
             seat.hear_witness()
     label = replace(seat.config, world_size=2, global_batch_size=2 * seat.config.global_batch_size)
     return {"profile": {"wrong_ways": {**found, "labelled_two": mismatches(label, seat.witness)}}}
+
+
+# The largest batch that fits into memory, by trying: each size in a fresh group, alone, one after the other
+
+PARTS = 16  # A search ends when what does not fit is no more than this part of what fits away: 6 %
+MEMORY_SHARE = 0.8  # share of the available main memory that a try may take
+TRY_SECONDS = 120.0  # a longer try ends the search; with a budget, one that takes half of what is left
+
+
+def largest_batch(
+    family: Family,
+    records: Sequence[RunRecord],
+    attempt: Callable[[Member], RunRecord],
+    seconds_left: Callable[[], float | None],
+) -> RunRecord | None:
+    """Search the largest global batch size that fits for the work of a family's baseline, which is tried first.
+
+    ``records`` are what the ledger holds, of earlier searches among others; ``attempt`` measures a member alone, keeps
+    its record and returns it; ``seconds_left`` is None without a budget.
+
+    Returns the record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried.
+    Its label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
+    nothing is known, because the first try failed in a way that may pass.
+    """
+    base, cap = family.baseline, family.search_up_to
+    unit = base.world_size * base.accumulation
+    tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
+    tried = {size: r for size, r in tried.items() if r.status in ("ok", *LASTING)}
+    failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
+    while True:
+        # Main memory of all ranks together at their peaks.
+        peaks = {n: sum(k.peak_rss_bytes or 0 for k in r.ranks) for n, r in tried.items() if r.status == "ok"}
+        high = min(failed, default=None)
+        low = max((size for size in peaks if high is None or size < high), default=0)
+        size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
+        if size is None:
+            limit, reason = failed[high] if high else ("cap", f"the search goes up to {cap:,} images")
+            break
+        left = seconds_left()
+        stages = tried[low].stages if low else {}
+        seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1 if low else 0)
+        if low and seconds > (TRY_SECONDS if left is None else left / 2):
+            limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
+            break
+        if low and base.device == "cpu":
+            needed, available = predicted_bytes(peaks, size), hardware.available_bytes()
+            if needed > MEMORY_SHARE * available:
+                share = f"{100 * MEMORY_SHARE:.0f} % of the {available / 2**30:.1f} GiB available may be used"
+                failed[size] = "memory", f"{size:,} images would need about {needed / 2**30:.1f} GiB, {share}"
+                continue
+        record = attempt(Member("search", f"batch {size}", replace(base, global_batch_size=size)))
+        if record.status not in ("ok", *LASTING):  # the next run tries it again
+            limit, reason = _failure(record)
+            break
+        tried[size] = record
+        if record.status != "ok":
+            failed[size] = _failure(record)
+    at = low or high
+    return replace(tried[at], role="largest", label=limit, reason=reason) if at else None
+
+
+def _failure(record: RunRecord) -> tuple[str, str]:
+    """The limit that a size met which does not fit, and how."""
+    size = f"{record.config.global_batch_size:,} images"
+    if record.status == "oom":
+        return "memory", f"{size} are out of memory"
+    return "failure", f"{size}: {record.status}: {record.reason}"
+
+
+def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
+    """How the last search of a configuration's work ended."""
+    ends = [r for r in records if r.role == "largest" and same_work(r.config, config)]
+    return ends[-1] if ends else None
+
+
+def same_work(config: RunConfig, other: RunConfig) -> bool:
+    """Whether two configurations differ in nothing but the batch size."""
+    return config.differences(other).keys() <= {"global_batch_size"}
+
+
+def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
+    """The next multiple of ``unit`` to try between what fits and what does not; None where it is known, or ``most``."""
+    if high is None:
+        size = min(2 * low, most) // unit * unit if low else first
+    elif high - low <= max(unit, low // PARTS):
+        return None
+    else:
+        size = (low + high) // 2 // unit * unit
+    return size if size > low else None
+
+
+def predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
+    """Peak memory of a size by the line through the two largest sizes measured; in proportion where only one is."""
+    last = max(peaks)
+    if len(peaks) == 1:
+        return peaks[last] * size / last
+    before = max(batch for batch in peaks if batch != last)
+    growth = max(0.0, (peaks[last] - peaks[before]) / (last - before))
+    return peaks[last] + growth * (size - last)

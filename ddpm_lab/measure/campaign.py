@@ -16,19 +16,25 @@ from pathlib import Path
 
 from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import alone, turn_plan
-from ddpm_lab.measure.alone import compare_gradients, profile_alone, run_wrong_ways, trial_work
+from ddpm_lab.measure import alone, shortfall
+from ddpm_lab.measure.alone import (
+    compare_gradients,
+    largest_batch,
+    profile_alone,
+    run_wrong_ways,
+    search_ended,
+    trial_work,
+)
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
-from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.others import await_quiet
-from ddpm_lab.measure.progress import Progress, lost
+from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
-from ddpm_lab.measure.shortfall import COMPILE_SECONDS, LEAST_SETS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
-from ddpm_lab.plan import NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
+from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
 from ddpm_lab.record import RunRecord, crowded
 
-PRIMARY_SHARE = 0.6  # of the time of a question that has both
+PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison is not all that it has
 OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
@@ -37,7 +43,12 @@ _CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alo
 
 
 class Campaign:
-    """The measuring of one experiment; ``measured_sets`` counts what it added to the ledger."""
+    """The measuring of one experiment, of which ``target`` says how much, by an ``instrument``, into a ``ledger``.
+
+    ``held`` is what the ledger holds of it and ``lacks`` what is still to be measured. ``measured_sets`` counts what
+    was added, ``disturbed`` the sets of these that do not count; ``crowded_out`` says that the machine was too busy for
+    a comparison with all its threads. Traces of profiles go to the folder ``traces``.
+    """
 
     def __init__(
         self, experiment: Experiment, target: Target, instrument: Instrument, ledger: Ledger, traces: Path
@@ -49,9 +60,8 @@ class Campaign:
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
         self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
-        self.measured_sets = 0
-        self.disturbed = 0  # sets of this run that did not count
-        self.crowded_out = False  # whether the machine was too busy for a comparison with all its threads
+        self.measured_sets = self.disturbed = 0
+        self.crowded_out = False
         self.begun = time.monotonic()
         self._stage_ends, self._stage_families = math.inf, 1
 
@@ -61,7 +71,7 @@ class Campaign:
         families = self._before_sets(progress)
         primary, others = by_stage(families)
         if PRIMARY in stages:
-            share = PRIMARY_SHARE if others and OTHERS in stages else 1.0
+            share = PRIMARY_PART if others and OTHERS in stages else 1.0
             self._measure_stage(primary, progress, share, needed=True)
         if self.crowded_out:
             return  # what is shown is measured with fewer cores instead
@@ -92,7 +102,7 @@ class Campaign:
         families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
         searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
         singles = len(self._profiles()) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
-        return self.lacks.forecast(families) + singles + self.lacks.trial_seconds(trials)
+        return self.lacks.forecast(families) + singles + self.lacks.forecast_of_trials(trials)
 
     # What is measured alone
 
@@ -163,8 +173,8 @@ class Campaign:
         to_come = self.lacks.trials(wanted)
         count = len(to_come)
         while to_come:
-            trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.trial_seconds(to_come)
-            if left is not None and left < self.lacks.may_take(trial):
+            trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.forecast_of_trials(to_come)
+            if left is not None and left < (self.lacks.trial_seconds(trial) or 0.0):
                 progress.prefix = ""
                 progress.always(f"{len(to_come)} trials did not fit into the time")
                 break
@@ -226,8 +236,10 @@ class Campaign:
             if not self.held.disturbed:
                 await_quiet(family.baseline, self.instrument.usable_cores, progress)
             records, done = self.measure(family, candidates), done + 1
-            if told := lost(records, self.lacks.hopeless):
-                progress.stay(told)
+            if failed := [r for r in records if r.status != "ok"]:
+                told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
+                gone = any(self.lacks.hopeless(r.config) for r in failed)
+                progress.stay(f"lost: {told}; {'not tried again now' if gone else 'measured again'}")
             if crowded(records) and not self.held.disturbed:
                 self.disturbed += 1
                 crowded_sets[family.name] += 1
@@ -252,7 +264,7 @@ class Campaign:
         """Turns of a comparison's sets, by what the first one's start and turns cost."""
         seconds = start_seconds + max(0.0, self._stage_ends - time.monotonic()) / self._stage_families
         seconds = math.inf if self.target.sets_to_come else seconds
-        return turn_plan.best_turns(start_seconds, turn_seconds, *self.lacks.scatter, seconds)
+        return shortfall.best_turns(start_seconds, turn_seconds, *self.lacks.scatter, seconds)
 
     # What is appended
 

@@ -1,6 +1,6 @@
 """Which code was measured: a hash of the files that hold it, so that the same hash means the same code.
 
-The lab's own are all files of the folders and modules below. Of a workload that lies elsewhere they are the modules
+The lab's own are all of its files but those of what explains. Of a workload that lies elsewhere they are the modules
 that a rank loaded from outside of libraries in one step (``loaded``); of packages that these import the version counts.
 """
 
@@ -24,9 +24,8 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FOLDERS = ("data", "diffusion", "measure", "training")
-MODULES = ("__init__", "checks", "config", "declared", "files", "plan", "processor", "workload")
-"""What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
+EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
+"""What of the lab measures nothing. A rank that loads any of it is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
@@ -121,16 +120,15 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
 
 @cache
 def _lab_sources(package: Path) -> dict[str, Source]:
-    files = [file for folder in FOLDERS for file in (package / folder).rglob("*.py")]
-    files += [file for name in MODULES if (file := package / f"{name}.py").is_file()]
-    names = {".".join((PACKAGE.name, *f.relative_to(package).with_suffix("").parts)): str(f) for f in files}
+    files = [(file, file.relative_to(package).with_suffix("").parts) for file in package.rglob("*.py")]
+    names = {".".join((PACKAGE.name, *parts)): str(file) for file, parts in files if parts[0] not in EXPLAINING}
     return {name: Source(file, _hash(file)) for name, file in names.items()}
 
 
 def in_lab(module: str) -> bool:
     """Whether a module is of the lab, and one that a rank may load of it."""
     top, *rest = module.split(".")
-    return top == PACKAGE.name and (rest or ["__init__"])[0] in (*FOLDERS, *MODULES)
+    return top == PACKAGE.name and not {*rest[:1]} & {*EXPLAINING}
 
 
 def _hash(file: str) -> str:

@@ -117,6 +117,20 @@ def cgroup_throttled_seconds() -> float | None:
     return sum(found) if found else None
 
 
+def available_bytes() -> int:
+    """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
+    found = [int(psutil.virtual_memory().available)]
+    names = (("max", "current", "inactive_file"), ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"))
+    for levels, (limit, used, inactive) in zip(cgroup_levels("memory"), names, strict=True):
+        for level in levels:
+            # "max" is no number: such a level sets no limit, like one that cannot be read.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                most, taken = (int((level / f"memory.{name}").read_text()) for name in (limit, used))
+                said = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                found.append(max(0, most - taken + int(said[inactive])))  # the kernel drops inactive pages of files
+    return min(found)
+
+
 def _words(file: Path) -> list[str]:
     """The words of a file; none where it cannot be read."""
     try:

@@ -1,4 +1,4 @@
-"""What the ledger already holds of a question, and what it says of this machine's noise."""
+"""What the ledger already holds of a question."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.gradient_bounds import fault
-from ddpm_lab.ledger import Head, Ledger, load
-from ddpm_lab.measure import turn_plan
+from ddpm_lab.ledger import Head, Ledger
 from ddpm_lab.plan import Experiment, Fid, Plan
-from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio, turn_log_ratios
+from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 
 COMPARED = ("baseline", TWIN, "candidate")
-RECENT_RECORDS = 100  # windows of so many records of a machine say how much it scatters
 Members = dict[str, RunRecord]  # A set's records by role, those of candidates by run id
 
 
@@ -177,14 +175,3 @@ def _gradient_of(config: RunConfig) -> str:
     if config.workload in (CHECK, TRAINING):
         same["workload"] = DDPM
     return dataclasses.replace(config, **same).run_id  # type: ignore[arg-type]
-
-
-def scatter(ledger: Ledger, machine_key: str) -> tuple[float, float]:
-    """Standard deviations of turns within a set and of sets on a machine, from the twins of its latest quiet sets."""
-    heads = [h for h in ledger.heads()[0] if h.machine.key == machine_key and h.role in ("baseline", TWIN)]
-    sets: dict[str, Members] = defaultdict(dict)
-    for r in load(heads[-RECENT_RECORDS:])[0]:
-        if r.windows:
-            sets[r.set_id][r.role] = r
-    pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
-    return turn_plan.variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])

@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
@@ -363,13 +362,7 @@ class LocalRank:
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            try:
-                said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
-            except ValueError:  # of a lab from before ranks spoke JSON
-                raise ConfigError(
-                    "the lab in that revision answers in another form: compare with a later revision, or name a step "
-                    "as module:function of a package of your own"
-                ) from None
+            said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
             self._error = said.get("error")
             self.report = said.get("report", {})
             return LEFT if self._error else DONE

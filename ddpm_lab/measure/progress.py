@@ -6,13 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ddpm_lab.config import RunConfig
-    from ddpm_lab.record import RunRecord
+from typing import Any
 
 FILE_VARIABLE = "DDPM_LAB_PROGRESS"  # a file that receives every line, for whoever runs notebooks in batch
 
@@ -86,12 +82,3 @@ class Progress:
             self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(data, raw=True)
-
-
-def lost(records: Sequence[RunRecord], hopeless: Callable[[RunConfig], bool]) -> str:
-    """Who failed in a set, why, and whether it is measured again; empty where all went well."""
-    failed = [r for r in records if r.status != "ok"]
-    if not failed:
-        return ""
-    told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
-    return f"lost: {told}; {'not tried again now' if any(hopeless(r.config) for r in failed) else 'measured again'}"

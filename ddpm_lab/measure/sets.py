@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+import random
 import secrets
 import shutil
 import statistics
@@ -21,9 +22,7 @@ from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.machine_watch import State, Watch, folded
-from ddpm_lab.measure.others import side_by_side
-from ddpm_lab.measure.turn_plan import balanced_orders, steps_of_windows
+from ddpm_lab.measure.others import State, Watch, folded, side_by_side
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window
@@ -70,7 +69,6 @@ class Seat:
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
         self._filled: Path | None = None  # the file that marks the compile caches as filled
-        self._throwaway: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
         self.witness: list[dict[str, Any]] = []
@@ -132,10 +130,7 @@ class Seat:
             raise GroupFailed("refused", "; ".join(wrong))
 
     def _compile_cache(self) -> dict[str, str]:
-        """Environment that points the compiler at caches the lab owns.
-
-        A cold member fills the lab's own while they are empty, else it has fresh ones: others may be using the filled.
-        """
+        """Environment that points the compiler at caches the lab owns; a cold member fills them anew."""
         if self.config.compile == "off":
             return {}
         version = self.instrument.cache / "compile" / self.instrument.code.key
@@ -150,10 +145,8 @@ class Seat:
             trained = work.workload if work.is_own else DDPM
             work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
         folder = version / work.run_id
-        if self.member.role == "cold" and (folder / "filled").exists():
-            self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         self._filled = folder / "filled"
-        self.compile_cache = "warm" if self._filled.exists() else "cold"
+        self.compile_cache = "warm" if self._filled.exists() and self.member.role != "cold" else "cold"
         if self.compile_cache == "cold":
             shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
@@ -266,12 +259,10 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
+        """Kill what is left of the group."""
         if self.group:
             self.group.kill()
             self.group = None
-        if self._throwaway:
-            shutil.rmtree(self._throwaway, ignore_errors=True)
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:
@@ -283,6 +274,45 @@ def slowest(ranks: list[dict[str, Any]]) -> list[float]:
     """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next."""
     ends = [max(step) for step in zip(*([r["start"] + end for end in r["step_ends"]] for r in ranks), strict=True)]
     return [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
+
+
+def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
+    """Orders of ``count`` configurations over ``turns`` turns: rows of a Williams square (Williams 1949).
+
+    Over a whole square each stands at every position and follows every other equally often. ``seed`` (the set's own)
+    shuffles rows and names, so that what one set leaves unbalanced the sets together do not.
+    """
+    rng = random.Random(seed)
+    zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]
+    rows = [[(step + shift) % count for step in zigzag] for shift in range(count)]
+    if count % 2:  # an odd square is balanced for who goes before only together with its mirror image
+        rows += [row[::-1] for row in rows]
+    rng.shuffle(rows)
+    names = list(range(count))
+    rng.shuffle(names)
+    return [[names[i] for i in rows[turn % len(rows)]] for turn in range(turns)]
+
+
+def steps_of_windows(
+    plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], prefetch_batches: Sequence[int]
+) -> list[int]:
+    """Steps of a timed window for each configuration of a set, so that all process the same number of images.
+
+    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps; where loader
+    workers prefetch, at least 20 steps and ten times the prefetch queue. The slowest window is held to about ten times
+    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window.
+    """
+    least = plan.window_steps
+    if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
+        least = max(least, 20, 10 * max(prefetch_batches))
+    unit = math.lcm(*batch_sizes)
+    pairs = list(zip(batch_sizes, step_seconds, strict=True))
+    needed = max(b * max(least, math.ceil(plan.window_seconds / s)) for b, s in pairs)
+    floor = max(b * least for b in batch_sizes)
+    slowest = max(s / b for b, s in pairs)  # seconds per image
+    affordable = max(floor, 10 * plan.window_seconds / slowest)
+    images = math.ceil(min(needed, affordable) / unit) * unit
+    return [images // b for b in batch_sizes]
 
 
 Turns = Callable[[float, float], int]  # from the seconds that groups took to start and those of a turn

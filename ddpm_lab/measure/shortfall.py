@@ -1,26 +1,34 @@
-"""Which sets an experiment lacks, how long they take, and what of them fits into the time."""
+"""Which sets an experiment lacks, how many turns and sets answer a comparison best, and what fits into the time.
+
+``between`` and ``within`` are standard deviations of one group's log time, from set to set and from turn to turn.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist, fmean, variance
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import turn_plan
-from ddpm_lab.measure.held import Held, scatter
-from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan, Trial
-from ddpm_lab.record import RunRecord
+from ddpm_lab.ledger import Ledger, load
+from ddpm_lab.measure.held import Held, Members
+from ddpm_lab.plan import LEAST_SETS, RESOLUTION, USUAL_TURNS, Experiment, Family, Plan, Trial
+from ddpm_lab.record import TWIN, RunRecord, crowded, turn_log_ratios
 
-LEAST_SETS = 4  # fewer sets give no verdict
 PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until the first has shown better
 TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until something like it has shown better
-RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
 TRIES = 2  # A failure that may pass is met so often before a run leaves it to the next run
+
+WITHIN, BETWEEN = 0.10, 0.03  # assumed: what windows of 0.2 s show on a machine that others share
+PRIOR_SETS = 10  # for so many sets the values that are assumed count beside those that are measured
+RECENT_RECORDS = 100  # windows of so many records of a machine say how much it scatters
+VARIANCE_OF_CANDIDATE, VARIANCE_OF_TWIN = 1.5, 2.0  # of comparisons with both baselines, and of these two, in a group's
+LEAST_TURNS, MOST_TURNS = 4, 60  # fewer are not balanced, more last too long to be repeated
+WISHED_SETS = 6  # A set has no more turns than leave time for so many sets: of fewer a confidence interval is wide
 
 Row = tuple[str, RunConfig]  # A candidate of a family and its label
 
@@ -108,7 +116,7 @@ class Shortfall:
         if not family.candidates:
             return LEAST_SETS
         turns = max(self.held.turns(family.baseline.run_id, c.run_id) for _, c in family.candidates)
-        return turn_plan.sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, *self.scatter)
+        return sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, *self.scatter)
 
     def wanted(self, family: Family) -> list[Row]:
         """Candidates of the next set, which lack most; of a family without candidates the twin."""
@@ -124,11 +132,9 @@ class Shortfall:
         return sum(sum(missing[:: f.at_once]) for f, missing in counts)
 
     def next(self, families: Sequence[Family]) -> tuple[Family, list[Row]] | None:
-        """The first family that lacks most sets, or where the time decides has the fewest: all grow at one pace."""
+        """The first family with the fewest new sets: all grow at one pace."""
         lacking = [(f, wanted) for f in families if (wanted := self.wanted(f))]
-        if self.timed and not self.target.exact:
-            return min(lacking, key=lambda job: min(self.progress_of(job[0], c)[1] for _, c in job[1]), default=None)
-        return max(lacking, key=lambda job: self.missing(job[0], job[1][0][1]), default=None)
+        return min(lacking, key=lambda job: min(self.progress_of(job[0], c)[1] for _, c in job[1]), default=None)
 
     def compiles(self, family: Family, config: RunConfig) -> int:
         """Compiles from empty caches that are missing."""
@@ -188,31 +194,66 @@ class Shortfall:
         """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
         return "" if self.held.unsound(trial.baseline) else self.held.unsound(trial.config)
 
-    def may_take(self, trial: Trial) -> float:
-        """Seconds that a trial takes at least, by what is known: of one that nothing is known of, half the longest."""
-        known = self._known_seconds(trial)
-        return max(self._seen_seconds, default=0.0) / 2 if known is None else known
-
-    def trial_seconds(self, trials: Sequence[Trial]) -> float:
-        """What ``trials`` take: as those with other seeds did, else their images at the speed that sets have shown."""
-        seen = self._seen_seconds
-        usual = sum(seen) / len(seen) if seen else TRIAL_SECONDS
-        return sum(usual if (known := self._known_seconds(trial)) is None else known for trial in trials)
-
-    @property
-    def _seen_seconds(self) -> list[float]:
-        return [s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config)) is not None]
-
-    def _known_seconds(self, trial: Trial) -> float | None:
+    def trial_seconds(self, trial: Trial) -> float | None:
+        """What a trial takes: as one with another seed did, else its images at the speed that sets have shown."""
         known = self.held.trial_seconds(trial.config)
         image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
         if known is not None or image is None:
             return known
         compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
-        images: int = trial.config.option("images", 0)
-        return image * images + compiling
+        return image * float(trial.config.option("images", 0)) + compiling
+
+    def forecast_of_trials(self, trials: Sequence[Trial]) -> float:
+        """Seconds of ``trials``; of those that nothing is known of as long as usual."""
+        return sum(TRIAL_SECONDS if (known := self.trial_seconds(trial)) is None else known for trial in trials)
 
 
 def _members(family: Family) -> Sequence[Row]:
     """The candidates; of a family without any the baseline, which is compared with its twin."""
     return family.candidates or ((family.baseline_label, family.baseline),)
+
+
+def scatter(ledger: Ledger, machine_key: str) -> tuple[float, float]:
+    """Standard deviations of turns within a set and of sets on a machine, from the twins of its latest quiet sets."""
+    heads = [h for h in ledger.heads()[0] if h.machine.key == machine_key and h.role in ("baseline", TWIN)]
+    sets: dict[str, Members] = defaultdict(dict)
+    for r in load(heads[-RECENT_RECORDS:])[0]:
+        if r.windows:
+            sets[r.set_id][r.role] = r
+    pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
+    return variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])
+
+
+def variances(twins: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """``within`` and ``between`` of a machine: one-way random effects, by moments (Searle, Variance Components, 1992).
+
+    ``twins`` are each set's log ratios of baseline and twin by turn, whose true mean is zero: the mean of T turns has
+    the variance 2 (B + W / T). What is assumed counts as ``PRIOR_SETS`` sets more; sets of one turn say nothing.
+    """
+    known = [turns for turns in twins if len(turns) > 1]
+    within = PRIOR_SETS * WITHIN**2 + sum((len(v) - 1) * variance(v) for v in known) / VARIANCE_OF_TWIN
+    between = PRIOR_SETS * BETWEEN**2 + sum(fmean(v) ** 2 - variance(v) / len(v) for v in known) / VARIANCE_OF_TWIN
+    turns = sum(len(v) - 1 for v in known)
+    return math.sqrt(within / (PRIOR_SETS + turns)), math.sqrt(max(0.0, between / (PRIOR_SETS + len(known))))
+
+
+def best_turns(
+    start_seconds: float, turn_seconds: float, within: float, between: float, seconds: float = math.inf
+) -> int:
+    """Turns that narrow an interval most for the time (Cochran, Sampling Techniques, two-stage sampling).
+
+    sqrt(start / turn) * within / between; fewer where ``seconds`` would not be enough for ``WISHED_SETS`` sets.
+    """
+    best = math.sqrt(start_seconds / turn_seconds) * within / between if between else MOST_TURNS
+    room = (seconds / WISHED_SETS - start_seconds) / turn_seconds
+    return max(LEAST_TURNS, int(min(round(best), MOST_TURNS, room)))
+
+
+def sets_that_resolve(effect: float, turns: int, within: float, between: float) -> int:
+    """Sets whose expected 95 % interval answers for this relative difference whatever the truth is.
+
+    It then either excludes 1 or lies within 1 / (1 + effect) to 1 + effect: half of its width is half of the effect.
+    Student's t widens the interval of n sets about as if there were 2.4 fewer.
+    """
+    error = NormalDist().inv_cdf(0.975) * math.sqrt(VARIANCE_OF_CANDIDATE * (between**2 + within**2 / turns))
+    return max(LEAST_SETS, math.ceil(2.4 + (2 * error / math.log1p(effect)) ** 2))

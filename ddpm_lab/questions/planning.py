@@ -29,8 +29,8 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
-from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
-from ddpm_lab.plan import OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Plan
+from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, RESOLUTION, SEARCH, TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions

@@ -30,7 +30,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.measure.others import Watch
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.training.run_folder import name_of, trained

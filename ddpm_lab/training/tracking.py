@@ -24,7 +24,7 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import Progress
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.measure.others import Watch
 from ddpm_lab.record import Environment
 from ddpm_lab.settings_file import OWN
 from ddpm_lab.training.run_folder import logged, name_of, train_count
