@@ -19,6 +19,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read, write
@@ -62,7 +63,7 @@ class Ranks:
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60
-        self.calls.append((method, self.step))
+        self.calls.append((method, arguments.get("count", 0) if method == "set_threads" else self.step))
         if method == "save":
             write(Path(arguments["path"]), made(self.config, self.step))
         return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
@@ -102,6 +103,18 @@ def trained(group: Ranks) -> int:
 
 
 # --- what is done when -----------------------------------------------------------------------------------------------
+
+
+def test_threads_follow_the_free_cores(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
+    free = iter([None, 2, 8, None, 9, 1, 8])
+    monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
+    for threads, counts in ((0, [4, 1, 4]), (1, [])):
+        group = ranks()
+        run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)
+        assert [count for method, count in group.calls if method == "set_threads"] == counts
 
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

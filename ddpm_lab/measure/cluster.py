@@ -30,7 +30,7 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.others import Watch, free_cores
+from ddpm_lab.measure.others import Watch, fair_cores, free_cores
 from ddpm_lab.measure.process import (
     LEFT,
     Ending,
@@ -289,9 +289,8 @@ def idle(ranks: int) -> str:
 
 
 def training_cores() -> int:
-    """Cores to train or sample with now: what others leave, but at least half; in a job all."""
-    usable = hardware.usable_cores()
-    return usable if _current else max(free_cores(LOOK_SECONDS), usable // 2)
+    """Cores to train or sample with now: a fair share beside others; all in a job, whose ranks are no strangers."""
+    return hardware.usable_cores() if _current else fair_cores(free_cores(LOOK_SECONDS))
 
 
 class RemoteRank:

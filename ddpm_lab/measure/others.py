@@ -28,6 +28,7 @@ from ddpm_lab.record import CROWDED_CORES
 QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2  # how long a set waits for a quiet moment at most, and each look for one takes
 QUIET_CORES = 0.25  # less than this is what any machine does by itself
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
+MINUTE = 60.0
 
 LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"  # another lock file; empty: tests, which measure side by side
 _SLOT = 16  # bytes of a core, which hold the process id of whoever measures there
@@ -114,7 +115,33 @@ def free_cores(seconds: float = FREE_SECONDS) -> int:
     others = others_cores(seconds)
     if others is not None and others >= QUIET_CORES:
         others = others_cores(2 * seconds)
-    return max(1, usable_cores() - int((others or 0.0) + 0.5))
+    return _left(usable_cores(), others or 0.0)
+
+
+def fair_cores(free: int) -> int:
+    """Cores to train with where so many are free: at least half of all, so that of two trainings neither starves."""
+    return max(free, usable_cores() // 2)
+
+
+def _left(cores: int, taken: float) -> int:
+    return max(1, cores - int(taken + 0.5))
+
+
+class CoreWatch:
+    """How many cores other processes leave free, from what they take while one's own work."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        self._clock = CpuClock.read()
+
+    def free(self) -> int | None:
+        """The cores that were free over each of the last two minutes; None where these differ, or it is not known."""
+        if time.monotonic() - self._clock.moment < MINUTE:
+            return None
+        now, before = CpuClock.read(), self._before
+        others = None if side_by_side() else self._clock.until(now).others_cores
+        self._clock, self._before = now, None if others is None else _left(usable_cores(), others)
+        return self._before if self._before == before else None
 
 
 def await_quiet(config: RunConfig, cores: int, say: Callable[[str], None]) -> None:
@@ -207,7 +234,7 @@ _OTHERS: dict[str, Fold] = {
     "gpu_others_changed_bytes": sum,  # how far their memory grew or shrank meanwhile
     "gpu_others_percent": max,  # of the multiprocessors' time
 }
-_OF_GROUP: dict[str, Fold] = {**_SAMPLED, "gpu_power_watts": sum, **_OTHERS}
+_OF_GROUP: dict[str, Fold] = {**_SAMPLED, "gpu_power_watts": sum, "gpu_energy_joules": sum, **_OTHERS}
 """How the values of a group's GPUs become one."""
 
 
@@ -328,9 +355,10 @@ class _Gpu:
         folds = _SAMPLED | {"gpu_power_watts": fmean}
         known = {name: [v for sample in self._samples if (v := sample[name]) is not None] for name in folds}
         state: State = {name: fold(known[name]) if known[name] else None for name, fold in folds.items()}
-        if self._energy is not None:  # millijoules
-            state["gpu_power_watts"] = self._energy / 1e3 / self._seconds
-        return state | self._others(own)
+        joules = None if self._energy is None else self._energy / 1e3
+        if joules is not None:
+            state["gpu_power_watts"] = joules / self._seconds
+        return state | {"gpu_energy_joules": joules} | self._others(own)
 
     def _others(self, own: set[int]) -> State:
         """What processes that are not one's ``own`` had of the GPU."""

@@ -21,6 +21,7 @@ from ddpm_lab.declared import Opt, known, validate
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.settings_file import OWN, configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
@@ -249,12 +250,16 @@ class _Run:
     step: int
     saved: int
     chunks: int = 0
+    watch: CoreWatch | None = None
     step_seconds: float = math.inf
     loss: float | None = None
     held_out: float | None = None
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
+        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
+        if self.config.device == "cpu" and not self.config.threads and current() is None:
+            self.watch = CoreWatch()
         self.progress("starting")
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
@@ -322,6 +327,18 @@ class _Run:
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
             self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
+        if self.watch and (free := self.watch.free()):
+            self._take_cores(group, free)
+
+    def _take_cores(self, group: Group, free: int) -> None:
+        """Train with as many threads as cores are free: beside others, too many wait for each other."""
+        threads = self.config.rank_threads(fair_cores(free))
+        if threads == self.threads:
+            return
+        group.call("set_threads", SILENCE_SECONDS, count=threads)
+        self.threads = threads
+        each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
+        self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
 
     def _log(self, rows: list[dict[str, Any]]) -> None:
         self.run.log(rows)
