@@ -14,7 +14,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Plan
 from ddpm_lab.questions import search
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import BATCH, Space, Value
+from ddpm_lab.plan import BATCH, Space, Value
 
 BASE = RunConfig(global_batch_size=8)
 SPACE = Space(

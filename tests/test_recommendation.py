@@ -35,7 +35,7 @@ from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend
 from ddpm_lab.questions.recommendation import Recommendation, next_change, recommendation, write_settings
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import Value
+from ddpm_lab.plan import Value
 from ddpm_lab.training.training_run import plan_training
 
 BF16, TWO = {"precision": "bf16"}, {"world_size": 2}

@@ -21,7 +21,7 @@ from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.search import Ratios, believe, race
 from ddpm_lab.record import TWIN
-from ddpm_lab.space import Cell, Space, Value
+from ddpm_lab.plan import Cell, Space, Value
 from ddpm_lab.training.setting import usual_settings
 
 NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())

@@ -20,7 +20,7 @@ from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.files import expanded, writing
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
-from ddpm_lab.questions import strategy as question
+from ddpm_lab.questions import multi_gpu as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.reports import summary

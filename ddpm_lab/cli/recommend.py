@@ -99,7 +99,7 @@ def bottleneck(options: argparse.Namespace) -> int:
             save(part.figure(), picture)
             pictures.append((part.finding.headline, picture.name))
     report = question.write(study, output / "reports", pictures)
-    advice = [{**plain(asdict(a)), "impact": a.impact, "expected": a.expected} for a in question.advice(study)]
+    advice = [{**plain(asdict(a)), "impact": a.impact} for a in question.advice(study)]
     values = {"summary": lines, "advice": advice, "report": str(report)}
     tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0

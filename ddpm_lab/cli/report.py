@@ -21,8 +21,8 @@ from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, w
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
+from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.questions.planning import Planned, plan_question
-from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.reports import slurm
 from ddpm_lab.reports import summary as runs
 from ddpm_lab.settings_file import configuration, read_settings

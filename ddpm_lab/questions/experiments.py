@@ -21,9 +21,9 @@ from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, Experiment
 from ddpm_lab.questions.ask import answer, every_question, questions
+from ddpm_lab.questions.changes import combination as together
 from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
-from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
