@@ -159,15 +159,13 @@ class Value(NamedTuple):
 class Space:
     """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
 
-    ``guess`` is what is thought to be fast, and tried first. ``any_batch`` lets a search choose any batch, although
-    another batch is another training.
+    ``guess`` is what is thought to be fast, and tried first.
     """
 
     baseline: RunConfig
     settings: Mapping[str, tuple[Value, ...]]
     guess: Cell = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (label, reason)
-    any_batch: bool = False
 
     @property
     def start(self) -> Cell:
@@ -197,7 +195,7 @@ class Space:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, without the baseline."""
-        names = ("settings", "guess", "left_out", "any_batch")
+        names = ("settings", "guess", "left_out")
         values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
         return values
 
@@ -209,7 +207,6 @@ class Space:
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
             guess=tuple(values["guess"]),
             left_out=tuple((label, reason) for label, reason in values["left_out"]),
-            any_batch=values["any_batch"],
         )
 
 

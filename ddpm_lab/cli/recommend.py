@@ -37,7 +37,7 @@ _PRESENT = ("network", "device", "precision", "loader", "loader_workers", "compi
 
 def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
     found = declared.options(search)
-    declared.add_options(parser, [found[name] for name in ("any_batch", "seeds", "images")])
+    declared.add_options(parser, [found[name] for name in ("seeds", "images")])
 
 
 def recommend(options: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def recommend(options: argparse.Namespace) -> int:
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
-    settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
+    settings |= given(options, "seeds", "images", "train_images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")

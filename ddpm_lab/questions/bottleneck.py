@@ -26,7 +26,7 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.questions import lost_scaling, torch_compile
+from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single, table
 from ddpm_lab.questions.question import Question
@@ -381,7 +381,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    peak = roofline(study, about)
     met = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
@@ -397,7 +397,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
-        splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
         pictures=pictures,
         ranked=tables.markdown(table(found)),
         all_changes=command(study, config),

@@ -28,7 +28,7 @@ from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
-SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
+SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
 LAST = "batch_size"
 """Measured by the recommendation too, in the preset ``full``."""

@@ -71,7 +71,7 @@ def multi_gpu(
     ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
-    families, left_out, profiles = [], [], []
+    families, left_out = [], []
     settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
         if scaling != "weak":
@@ -96,12 +96,10 @@ def multi_gpu(
             families.append(_mechanism(setup, precision))
     if setup.splits_scaling(lost_scaling) and (split := lost.lost_scaling(setup, ranks, batches, settings)):
         families.append(split)
-        label, config = split.candidates[0]
-        profiles.append((split.name, label, replace(config, purpose="profile")))
     elif lost_scaling and (ranks or world_sizes is not None):
         sizes = ", ".join(map(str, batches))
         raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
-    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
+    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:

@@ -40,7 +40,6 @@ def search(
     *,
     global_batch_size: Batch = None,
     only: Mapping[str, Sequence[object]] | None = None,
-    any_batch: bool = False,
 ) -> Experiment:
     """Every combination of settings that can apply here; the first value of each makes the baseline, a plain step.
 
@@ -57,7 +56,7 @@ def search(
     settings = _only(able, only or {}, left_out)
     base = setup.config(**{name: new for values in settings.values() for name, new in values[0].changes.items()})
     told, guess = tuple(left_out.items()), _guess(settings, setup)
-    space = Space(baseline=base, settings=settings, guess=guess, left_out=told, any_batch=any_batch)
+    space = Space(baseline=base, settings=settings, guess=guess, left_out=told)
     others = tuple((space.changed(cell), config) for cell, config in space.cells.items())[1:]
     if not others:
         raise ConfigError("only leaves one value of every setting: nothing is left to be searched; give more values")
@@ -334,14 +333,14 @@ def race(
 def admissible(space: Space, verdict: Callable[[RunConfig], str]) -> list[Cell]:
     """Return the cells that may win, by the ``verdict`` of trials on a configuration's quality.
 
-    Nothing that is worse, in all or by any of its values alone; and, unless the space takes any batch, another batch
-    only where it is known to learn as much from as many images.
+    Nothing that is worse, in all or by any of its values alone; and another batch only where it is known to learn as
+    much from as many images.
     """
     verdicts = {cell: verdict(config) for cell, config in space.cells.items()}
 
     def may(cell: Cell, place: int, name: str) -> bool:
         alone = verdicts.get(tuple(value if i == place else 0 for i, value in enumerate(cell)), "")
-        return alone in NOT_WORSE if name == BATCH and not space.any_batch else alone != WORSE
+        return alone in NOT_WORSE if name == BATCH else alone != WORSE
 
     names = list(enumerate(space.settings))
     return [c for c, word in verdicts.items() if word != WORSE and all(may(c, i, n) for i, n in names if c[i])]
