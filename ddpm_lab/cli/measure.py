@@ -103,7 +103,7 @@ def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [
-        {"family": split.family, "sentence": lost_scaling.sentence(split), "parts": lost_scaling.table([split])}
+        {"family": split.family, "headline": lost_scaling.headline([split]), "parts": lost_scaling.table([split])}
         for split in lost_scaling.splits(study)
     ]
     return values | ({"lost_scaling": lost} if lost else {})
@@ -118,7 +118,7 @@ def _show(found: dict[str, Any]) -> None:
         if found.get(name):
             print(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
-        print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
+        print(f"{split['family']}: {split['headline']}")
         table.show(split["parts"])
 
 
@@ -191,8 +191,9 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
 def strategy(options: argparse.Namespace) -> int:
     found = question.strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
     carried = {"--device": options.device, "--output-dir": options.output_dir}
-    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
-    tell(options, plain(asdict(found)), [found.text(words)])
+    words = [f"{name} {shlex.quote(value)}" for name, value in carried.items() if value]
+    way_out = " ".join([found.way_out(), *words]) if found.way_out() else ""
+    tell(options, plain(asdict(found)), [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])])
     return 0
 
 

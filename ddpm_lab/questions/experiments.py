@@ -15,7 +15,7 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, cohorts, note, read_study, study
+from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
@@ -69,25 +69,19 @@ def run(
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
-    """Every cohort of this machine and of the code measured last that answers a question; the latest last."""
+def measured_here(name: str, output_dir: str | Path | None) -> Study:
+    """The records of this machine that answer a question; a study without records where there are none."""
     output, here = output_folder(output_dir), hardware.machine().key
-
-    def mine(heads: Sequence[Head]) -> list[Head]:
-        found = [h for h in of_training(heads, None) if (h.experiment, h.machine.key) == (name, here)]
-        latest = set(cohorts(found))
-        return [h for h in found if h.cohort in latest]
-
-    records, damaged = Ledger(output / LEDGER).read(mine)
-    note(damaged)
-    return [study(records, name, cohort=cohort, output_dir=output) for cohort in cohorts(records)]
+    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
+    if not any((h.experiment, h.machine.key) == (name, here) for h in heads):
+        return study([], name, output_dir=output)
+    return _stored(name, output, None, here)
 
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine that answer a question, or else the latest that came with the checkout."""
-    here, heads = hardware.machine().key, of_training(Ledger(output / LEDGER).heads()[0], None)
-    if any((h.experiment, h.machine.key) == (name, here) for h in heads):
-        return _stored(name, output, None, here)
+    if (mine := measured_here(name, output)).records:
+        return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
     told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
     if not told:

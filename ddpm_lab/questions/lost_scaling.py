@@ -264,7 +264,7 @@ def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
     return ""
 
 
-# --- sentence, table, figure ------------------------------------------------------------------------------------------
+# --- table, figure ----------------------------------------------------------------------------------------------------
 
 
 def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
@@ -278,22 +278,6 @@ def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
         for x in (part.value, *part.ends)
     )
     return f"{value} ms ({low} to {high})" if part.exists else f"{value} ms"
-
-
-def sentence(split: Split) -> str:
-    """Say what is lost, to what, and whether the split holds."""
-    if split.doubt == MECHANISM_ONLY:
-        return f"{split.unit} for a batch of {split.batch}: {MECHANISM_ONLY}."
-    text = f"{split.unit} take {_milliseconds(split, split[MEASURED])} for a batch of {split.batch}"
-    text += f"; one rank's time divided by {split.ranks} is {_milliseconds(split, split[IDEAL])}."
-    lost = _milliseconds(split, split[LOSS])
-    if split.doubt:
-        return f"{text} {phrases.begun(split.doubt)}, so no loss is claimed."
-    if not split.claimed:
-        return f"{text} No loss is resolved: {lost}."
-    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {_milliseconds(split, p)}" for p in split.largest]
-    text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
-    return text if split.reliable else f"{text} The split is unreliable: its interaction is above a third of the loss."
 
 
 def table(found: Sequence[Split]) -> Table:
@@ -320,9 +304,18 @@ def table(found: Sequence[Split]) -> Table:
 
 
 def headline(found: Sequence[Split]) -> str:
-    """Say what scaling was lost to, where one split is resolved and reliable; else ask."""
-    parts = found[0].largest if len(found) == 1 and found[0].claimed and found[0].reliable else []
-    return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
+    """Say what scaling was lost to, where one split is resolved and reliable; else why nothing is claimed."""
+    if len(found) != 1:
+        return "Where the lost scaling went"
+    split, lost = found[0], _milliseconds(found[0], found[0][LOSS])
+    named = [f"{p.name}{f' ({p.note})' if p.note else ''}" for p in split.largest]
+    if split.doubt:
+        return f"{phrases.begun(split.doubt)}, so no loss is claimed"
+    if not split.claimed:
+        return f"No lost scaling is resolved: {lost}"
+    if not split.reliable:
+        return "The split of the lost scaling is unreliable: its interaction is above a third of the loss"
+    return f"Lost to {phrases.joined(named)}" if named else f"Lost: {lost} of a step, and no part is resolved"
 
 
 def figure(study: Study) -> Figure | None:

@@ -142,7 +142,6 @@ def answer(study: Study) -> Answer:
         return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
     splits = lost.splits(study)
-    where = " ".join(["Where the lost scaling went.", *map(lost.sentence, splits)])
     drawn = (
         ("speedup", "Speed-up and parallel efficiency against the number of ranks.", by_ranks),
         ("batch", "Time for 50,000 images against the batch size.", by_batch),
@@ -152,7 +151,7 @@ def answer(study: Study) -> Answer:
     views = (
         *(View(caption=caption, name=name, figure=partial(draw, study)) for name, caption, draw in drawn),
         *trained_views(study),
-        View(caption=where, table=lambda: lost.table(splits)),
+        View(caption=f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
     found = findings.compared(study, rows=rows, own=partial(_efficiency_notes, study))
@@ -350,7 +349,7 @@ class Strategy:
 
     ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule leaves it to a measurement).
     ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
-    ``speeds`` are the throughputs that were measured. Ratio, interval and sets are those of the comparison behind it.
+    Ratio, interval and sets are those of the comparison behind it.
     """
 
     answer: str
@@ -361,28 +360,22 @@ class Strategy:
     batch: int
     device: str
     measured_batch: int | None = None
-    speeds: tuple[str, ...] = ()
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
     sets: int = 0
-    where: str = ""
 
     def sentence(self) -> str:
         """Give the answer in one sentence, with its reason and what it rests on."""
         work = f"{self.network or 'a network'} ({self.parameters:,} parameters), batch {self.batch}"
         return f"{self.answer} for {work}{', fp32' * (self.measured_batch is not None)}: {self.reason} [{self.source}]"
 
-    def text(self, carried: str = "") -> str:
-        """Give the answer, what was measured, and the command to run next with the options ``carried``, a line each."""
-        lines = [self.sentence(), *self.speeds, *([f"measured on {self.where}"] if self.where else [])]
-        network = self.network or "NAME"
-        asked = f"ddpm-lab run multi_gpu --network {network} --batch-sizes {self.batch} {carried}".strip()
+    def way_out(self) -> str:
+        """Return the command that measures what is not known at this batch; empty where it was measured."""
+        asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
         if self.answer == decisions.INCONCLUSIVE:
-            lines.append(f"to resolve 2 %: {asked} --resolution 2%")
-        elif self.measured_batch != self.batch:
-            lines.append(f"to measure it: {asked}")
-        return "\n  ".join(lines)
+            return f"{asked} --resolution 2%"
+        return asked if self.measured_batch != self.batch else ""
 
 
 def prior(parameters: int, batch: int) -> tuple[str, str]:
@@ -419,28 +412,29 @@ def strategy(
     else:
         whole("parameters", parameters, 1)
         network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
-    studies = experiments.cohorts_here("multi_gpu", output_dir)
-    return decide(studies, network=network, parameters=parameters, batch=batch, device=device)
+    measured = experiments.measured_here("multi_gpu", output_dir)
+    return decide(measured, network=network, parameters=parameters, batch=batch, device=device)
 
 
-def decide(studies: Sequence[Study], *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
+def decide(study: Study, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
 
-    Records at this batch decide, else those at the nearest. Of ``studies``, one for each cohort with the latest last,
-    the last with sets enough for a verdict counts, else the last.
+    Comparisons at this batch decide, else those at the nearest.
     """
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
-    every = [(study, r) for study in studies for r in _plain(study, network, device)]
-    candidates = [(study, r) for study, r in every if r.role == "candidate"]
-    if not candidates:
+    found = [
+        r
+        for r in scaling_rows(study)
+        if r.scaling == "strong" and r.sets and r.role == "candidate"
+        if (r.config.network, r.config.device) == (network, device)
+        if r.config.differences(RunConfig()).keys() <= _VARIES
+    ]
+    if not found:
         answer, reason = prior(parameters, batch)
-        speeds = {r.label: f"{r.label}: {phrases.throughput(r)}" for _, r in every if r.batch == batch}
-        return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=tuple(speeds.values()), **common)
-    nearest = min((r.batch for _, r in candidates), key=lambda b: (abs(math.log(b / batch)), b))
-    near = [(study, r) for study, r in candidates if r.batch == nearest]
-    study, last = next((found for found in reversed(near) if found[1].sets >= decisions.LEAST_SETS), near[-1])
-    rows = [r for r in _plain(study, network, device) if r.baseline_id == last.baseline_id]
-    several = [r for r in rows if r.role == "candidate"]
+        return Strategy(answer=answer, reason=reason, source=PRIOR, **common)
+    nearest = min((r.batch for r in found), key=lambda b: (abs(math.log(b / batch)), b))
+    last = [r for r in found if r.batch == nearest][-1]
+    several = [r for r in found if r.baseline_id == last.baseline_id]
     faster = [r for r in several if r.verdict == decisions.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
     answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
@@ -452,25 +446,12 @@ def decide(studies: Sequence[Study], *, network: str | None, parameters: int, ba
         reason=reason,
         source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
         measured_batch=nearest,
-        speeds=tuple(f"{r.label}: {phrases.throughput(r)}" for r in rows),
         ratio=lead.ratio.value,
         low=lead.ratio.low,
         high=lead.ratio.high,
         sets=lead.sets,
-        where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.disturbed_sets(study)),
         **common,
     )
-
-
-def _plain(study: Study, network: str | None, device: str) -> list[Comparison]:
-    """Strong scaling, with a speed, of the step in fp32, eager, with the lab's own kernels and loader."""
-    return [
-        r
-        for r in scaling_rows(study)
-        if r.scaling == "strong" and r.sets and r.role in ("baseline", "candidate")
-        if (r.config.network, r.config.device) == (network, device)
-        if r.config.differences(RunConfig()).keys() <= _VARIES
-    ]
 
 
 def most_ranks(device: str) -> tuple[int, str]:
