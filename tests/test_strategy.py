@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import records as make
 from conftest import Call
+from ddpm_lab.questions.strategy import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior
 from scaled_records import ONE, strong, switched_off, weak
 
 from ddpm_lab.checks import ConfigError
@@ -21,7 +22,6 @@ from ddpm_lab.measure.cluster import Cluster, Place
 from ddpm_lab.measure.process import Store
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import strategy
-from ddpm_lab.questions.strategy import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.record import RunRecord
 
 

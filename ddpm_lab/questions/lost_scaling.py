@@ -304,18 +304,9 @@ def table(found: Sequence[Split]) -> Table:
 
 
 def headline(found: Sequence[Split]) -> str:
-    """Say what scaling was lost to, where one split is resolved and reliable; else why nothing is claimed."""
-    if len(found) != 1:
-        return "Where the lost scaling went"
-    split, lost = found[0], _milliseconds(found[0], found[0][LOSS])
-    named = [f"{p.name}{f' ({p.note})' if p.note else ''}" for p in split.largest]
-    if split.doubt:
-        return f"{phrases.begun(split.doubt)}, so no loss is claimed"
-    if not split.claimed:
-        return f"No lost scaling is resolved: {lost}"
-    if not split.reliable:
-        return "The split of the lost scaling is unreliable: its interaction is above a third of the loss"
-    return f"Lost to {phrases.joined(named)}" if named else f"Lost: {lost} of a step, and no part is resolved"
+    """Say what scaling was lost to, where one split is resolved and reliable; else ask."""
+    parts = found[0].largest if len(found) == 1 and found[0].claimed and found[0].reliable else []
+    return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
 
 
 def figure(study: Study) -> Figure | None:
