@@ -11,7 +11,7 @@ from ddpm_lab.explain import decisions
 from ddpm_lab.explain.bands import S000, Bands, bands
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
-from ddpm_lab.questions import recommendation
+from ddpm_lab.questions import changes
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import RunRecord
@@ -78,7 +78,7 @@ def test_families_that_do_not_scale_are_left_to_others() -> None:
     with_lost, without = study(strong({2: 1.6}), switched_off()), study(strong({2: 1.6}))
     assert [r.label for r in scaling_rows(with_lost)] == [r.label for r in scaling_rows(without)]
     assert "no exchange" not in answer(with_lost).finding.claim + plain(answer(with_lost).table())
-    changes = recommendation.measured(make.study(with_lost.records, "recommendation"))
-    assert [r.label for r in changes] == ["2 GPUs"], "without an exchange nothing is trained"
+    found = changes.measured(make.study(with_lost.records, "recommendation"))
+    assert [r.label for r in found] == ["2 GPUs"], "without an exchange nothing is trained"
     both = make.study([*strong({2: 1.6}), *weak({2: 1.9})], "recommendation")
-    assert {r.family for r in recommendation.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"
+    assert {r.family for r in changes.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"

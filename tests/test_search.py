@@ -216,7 +216,6 @@ def test_quality_says_what_may_win() -> None:
     }
     assert search.admissible(where, lambda config: known.get(config, "not measured")) == [(0, 0), (0, 1)]
     assert search.admissible(where, lambda _: "") == [(0, 0), (1, 0)]
-    assert search.admissible(replace(where, any_batch=True), lambda _: "") == list(where.cells)
 
 
 def test_observations_are_those_of_complete_sets_in_order() -> None:
@@ -292,7 +291,6 @@ def test_what_there_is_not_is_refused() -> None:
         ({"only": {"ranks": [64]}}, "only ranks is '64'"),
         ({"only": {"memory": "nchw"}}, "give a list"),
         ({"only": ["precision"]}, "only is"),
-        ({"any_batch": "yes"}, "any_batch is 'yes'"),
         ({"only": {**one, "loader": ["packed"], "batch": [8]}}, "nothing is left"),
     )
     for grid, words in refused:

@@ -113,8 +113,6 @@ class Split:
     """
 
     family: str
-    unit: str
-    ranks: int
     batch: int
     parts: tuple[Part, ...]
     others: tuple[Part, ...]
@@ -188,8 +186,6 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
     return Split(
         family=trained.family.removesuffix(plan.LOST),
-        unit=unit,
-        ranks=n,
         batch=trained.config.global_batch_size,
         parts=tuple(parts),
         others=tuple(others),
