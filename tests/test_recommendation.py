@@ -165,21 +165,6 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
     assert told == pytest.approx(ends, abs=0.006)
 
 
-def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
-    found = of(planted.searched(), trials(BOTH, 0.0), train_images=1_000_000)
-    plain, best = found.training_seconds(0), found.training_seconds(2)
-    assert plain == pytest.approx(1e6 * 0.010 / 8, rel=0.05)
-    assert best == pytest.approx(plain / found.best.row.ratio.value, rel=0.02)
-    compiles = (Value("off", "eager", {}), Value("whole", "compiled", {"compile": "whole"}))
-    space = replace(planted.SPACE, settings={"compile": compiles, **planted.SPACE.settings})
-    records = planted.searched(space, {"compiled": 1.25}, winner=(1, 0, 0, 0, 0), noise=1e-4)
-    told = next(r for r in records if r.role == "space")
-    config = space.cells[1, 0, 0, 0, 0]
-    colds = make.cold(config, [30.0], experiment=RECOMMENDATION, family=told.family, baseline_id=told.baseline_id)
-    known, unknown = of([*records, *colds]), of(records)
-    assert known.training_seconds(1) - unknown.training_seconds(1) == pytest.approx(30)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, known: bool) -> None:
     ledger = Ledger(tmp_path / "l.jsonl")
@@ -325,7 +310,7 @@ def test_it_answers_from_records_and_refuses_mixed_machines(call: Call, tmp_path
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     Ledger(here).append(planted.searched())
     Ledger(there).append(make.on(make.GPUS, planted.searched(seed=9)))
-    code, out, _ = call("recommend", "--ledger", here, "--output-dir", tmp_path, "--train-images", 1000, "--json")
+    code, out, _ = call("recommend", "--ledger", here, "--output-dir", tmp_path, "--json")
     found = json.loads(out)
     assert (code, found["verdict"], found["sets"]) == (0, "faster", 6)
     assert found["low"] < found["ratio"] < found["high"]
@@ -340,7 +325,6 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(call: Call, tmp_path: Path
     for options, words in (
         (("--minutes", "0.1"), "minutes is 0.1"),
         (("--only", "precision"), "--only is 'precision'"),
-        (("--train-images", "0"), "train_images is 0"),
         (("--images", "100"), "images is 100, and without seeds"),
     ):
         code, out, err = call("recommend", "--device", "cpu", "--output-dir", tmp_path, *options)

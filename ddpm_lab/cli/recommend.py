@@ -41,11 +41,11 @@ def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    no_search = reads(options, "workload", "train_images")
+    no_search = reads(options, "workload")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
-    settings |= given(options, "seeds", "images", "train_images", "ledger", "machine")
+    settings |= given(options, "seeds", "images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")
@@ -145,7 +145,7 @@ COMMANDS = {
     "recommend": Command(
         recommend,
         "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device batch-size sets resolution only train-images "
+        "preset minutes data held-out skip-bad network workload device batch-size sets resolution only "
         "ledger machine output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",

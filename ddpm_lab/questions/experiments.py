@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
@@ -128,7 +128,6 @@ def recommendation(
     *,
     preset: str = "quick",
     minutes: float | None = None,
-    train_images: int | None = None,
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
@@ -140,12 +139,10 @@ def recommendation(
     ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
     all questions came to. ``full`` first measures the largest batch that fits. What is recommended is written into
     ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where
-    that is asked for. ``train_images`` are those of the full training that is projected, and ``workload`` is a training
-    of the user's in place of the lab's own; the other settings, and the errors, are those of ``recommend.recommend``.
+    that is asked for. ``workload`` is a training of the user's in place of the lab's own; the other settings, and the
+    errors, are those of ``recommend.recommend``.
     """
     choice("preset", preset, PRESETS)
-    if train_images is not None:
-        whole("train_images", train_images, 1)
     output, reads = output_folder(output_dir), ledger is not None or machine is not None
     if not reads and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
@@ -165,7 +162,6 @@ def recommendation(
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
             return answer(study([], RECOMMENDATION, output_dir=output))
     shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
-    shown = dataclasses.replace(shown, train_images=train_images)
     if not reads:
         write_settings(shown)
     return answer(shown)

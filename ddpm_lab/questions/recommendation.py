@@ -27,7 +27,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import SEARCH, Cell, Space
-from ddpm_lab.questions import changes, torch_compile
+from ddpm_lab.questions import changes
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.changes import GOOD, OPEN
 from ddpm_lab.questions.question import Question
@@ -43,7 +43,7 @@ QUESTION = Question(title="Which settings should I use on this machine?", file="
 
 FILE = "recommended.toml"
 STEPS = 800_000
-"""Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
+"""Of a full training of the baseline: the steps of Ho et al. (2020) on CIFAR-10."""
 UNTRIED = "quality not shown"
 """Status of an answer that trials would complete."""
 
@@ -124,15 +124,13 @@ class Step:
     """One configuration on the way from the baseline to what was found.
 
     ``row`` compares it with the baseline, with the verdict on the quality of all changes so far; ``gain`` compares it
-    with the step before, in the same sets. ``compile_seconds`` is what its cold compile costs, 0 where nothing new
-    compiles or nobody knows.
+    with the step before, in the same sets.
     """
 
     label: str
     cell: Cell
     row: Comparison
     gain: Comparison
-    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,16 +158,6 @@ class Recommendation:
     def best(self) -> Step:
         """What is recommended: the last of its steps, or the baseline."""
         return self.steps[self.count]
-
-    @property
-    def training_images(self) -> int:
-        """Images of the full training that is projected."""
-        return self.study.train_images or STEPS * self.space.baseline.global_batch_size
-
-    def training_seconds(self, count: int) -> float:
-        """Return seconds of a full training after so many steps; each compile counts once."""
-        compiles = math.fsum(s.compile_seconds for s in self.steps[: count + 1])
-        return compiles + self.training_images / self.steps[count].row.images_per_second
 
 
 @once
@@ -230,12 +218,7 @@ def _steps(
             unknown = quality.Equivalence(verdict=quality.NOT_MEASURED)
             row = replace(row, equivalence=last.row.equivalence if same else unknown)  # noqa: PLW2901
         gain = replace(row, ratio=decision.estimate, verdict=decision.word)
-        cold = 0.0
-        if row.config.compile != "off" and row.config.differences(last.row.config).keys() & {"compile", "compile_mode"}:
-            seconds = torch_compile.break_even(study, gain).cold_seconds
-            cold = 0.0 if math.isnan(seconds) else seconds
-        label = space.changed(cell, last.cell)
-        found.append(Step(label=label, cell=cell, row=row, gain=gain, compile_seconds=cold))
+        found.append(Step(label=space.changed(cell, last.cell), cell=cell, row=row, gain=gain))
     return tuple(found)
 
 
@@ -273,7 +256,7 @@ def _of_search(found: Recommendation) -> Finding:
 
 
 def steps_table(found: Recommendation) -> Table:
-    """One row for the baseline and each step; a full training is a projection of the measured speed."""
+    """One row for the baseline and each step."""
     return [
         {
             "Configuration": f"{'+ ' * (i > 0)}{step.label}",
@@ -285,7 +268,6 @@ def steps_table(found: Recommendation) -> Table:
             "Peak memory": phrases.peak_memory(step.row),
             "Sets": str(step.row.sets),
             "Quality": step.row.quality if i else phrases.DASH,
-            f"{found.training_images:,} images": phrases.seconds(found.training_seconds(i)),
             "Recommended": "yes" if i == found.count else "",
         }
         for i, step in enumerate(found.steps)
@@ -362,8 +344,8 @@ def answer(study: Study) -> Answer:
 def write_settings(study: Study) -> Path | None:
     """Write what the last search in a study recommends as TOML; None without a search, or of the user's own training.
 
-    Where nothing was shown to be faster and not worse that is the baseline. The steps are those of the projected
-    training. Raises LedgerError if the folder cannot be written.
+    Where nothing was shown to be faster and not worse that is the baseline. The steps are those of a training of STEPS
+    steps of the baseline. Raises LedgerError if the folder cannot be written.
     """
     found = recommendation(study)
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
@@ -371,7 +353,7 @@ def write_settings(study: Study) -> Path | None:
     config = found.best.row.config
     dropped = OF_A_RUN if Path(config.data).is_dir() else (*OF_A_RUN, "data", "data_sha256")  # images of elsewhere
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
-    values["train"] = {"steps": max(1, found.training_images // config.global_batch_size)}
+    values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
     told = [
         _of_search(found).headline + ", so these are the settings of the baseline" * (not found.count),
         f"Measured on {found.study.hardware}, {found.study.date}, by ddpm-lab recommend.",
