@@ -95,7 +95,7 @@ def test_families_that_do_not_scale_are_left_to_others() -> None:
     assert {r.family for r in changes.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"
 
 
-# --- one rank or several -----------------------------------------------------------------------------------------------
+# --- one rank or several ----------------------------------------------------------------------------------------------
 
 
 def gpus(ratios: dict[int, float], batch: int = 64, **values: Any) -> list[RunRecord]:
