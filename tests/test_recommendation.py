@@ -279,7 +279,7 @@ def test_what_is_no_change_of_a_training_is_left_out_of_the_table() -> None:
         make.sets({"2 ranks": (replace(two, global_batch_size=64), 1.9)}, **weak),
     ]
     shown = answer(study(amp(), memory(0.8), *others, harm=0.0)).table()
-    usable = [(row["Change"], row["Status"], row["May be used"]) for row in shown]
+    usable = [(row["Change"], row["Verdict"], row["May be used"]) for row in shown]
     assert usable == [("bf16", "faster", "yes"), ("freed memory kept", "slower", "no")]
 
 

@@ -256,7 +256,7 @@ def summary(study: Study) -> list[str]:
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"
-        judged = f", {first.status}" + f", quality {first.quality}" * (first.status == FASTER)
+        judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
         told[-1] = f"{kind}: {first.title} (`{first.recommended}`), speed {first.expected}{judged}."
     rows = [t for t in targets(study, about) if t.status != NO_TARGET]
     text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"

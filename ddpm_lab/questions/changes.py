@@ -36,7 +36,7 @@ class Change:
     """One change of a configuration, from ``current`` to ``recommended`` settings, and what is known of it.
 
     ``status`` is faster, inconclusive or not measured, or why it is not recommended: slower, no gain, worse quality,
-    failed. ``ratio`` is the time of ``against`` for equal work over the changed one's, with its 95 % interval, NaN
+    failed; ``verdict`` is what its comparison is called. ``ratio`` is the time of ``against`` for equal work over the changed one's, with its 95 % interval, NaN
     where unknown. ``command`` measures it. ``share`` is that of a step in the phases that it acts on, ``rationale``
     why it may help, and ``evidence`` what is known of it, where there is a time budget. A ``usable`` one is faster, and
     not worse in quality.
@@ -47,6 +47,7 @@ class Change:
     current: str
     recommended: str
     status: str
+    verdict: str
     quality: str
     command: str
     ratio: float = math.nan
@@ -86,13 +87,15 @@ def change(
 ) -> Change:
     """The change from ``base`` to ``config``, by its comparison if there is one, and the verdict on its quality."""
     changed, status = config.differences(base), NOT_MEASURED if row is None else FAILED
+    verdict = NOT_MEASURED if row is None else phrases.outcome(row)
     if row is not None and row.sets:
         useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
         status = row.verdict if row.resolved else NO_GAIN if useless else INCONCLUSIVE
         known |= {"ratio": row.ratio.value, "low": float(row.ratio.low), "high": float(row.ratio.high)}
     status = WORSE if judged.verdict == quality.WORSE and status != FAILED else status
     before, after = (", ".join(_as_written(changed, i)) for i in (1, 0))
-    return Change(current=before, recommended=after, status=status, quality=quality.sentence(judged), **known)
+    known |= {"current": before, "recommended": after, "verdict": verdict, "quality": quality.sentence(judged)}
+    return Change(status=status, **known)
 
 
 def _as_written(changed: Mapping[str, tuple[Any, Any]], side: int) -> list[str]:
@@ -114,7 +117,7 @@ def table(found: Sequence[Change]) -> Table:
             "Setting": a.recommended,
             "Against": a.against,
             "Speed": a.expected,
-            "Status": a.status,
+            "Verdict": a.verdict,
             "Quality": a.quality,
             "May be used": "yes" if a.usable else "no",
             "Command": a.command or phrases.DASH,
