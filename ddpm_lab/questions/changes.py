@@ -36,10 +36,10 @@ class Change:
     """One change of a configuration, from ``current`` to ``recommended`` settings, and what is known of it.
 
     ``status`` is faster, inconclusive or not measured, or why it is not recommended: slower, no gain, worse quality,
-    failed; ``verdict`` is what its comparison is called. ``ratio`` is the time of ``against`` for equal work over the changed one's, with its 95 % interval, NaN
-    where unknown. ``command`` measures it. ``share`` is that of a step in the phases that it acts on, ``rationale``
-    why it may help, and ``evidence`` what is known of it, where there is a time budget. A ``usable`` one is faster, and
-    not worse in quality.
+    failed; ``verdict`` is what its comparison is called. ``ratio`` is the time of ``against`` for equal work over the
+    changed one's, with its 95 % interval, NaN where unknown. ``command`` measures it. ``share`` is that of a step in
+    the phases that it acts on, ``rationale`` why it may help, and ``evidence`` what is known of it, where there is a
+    time budget. A ``usable`` one is faster, and not worse in quality.
     """
 
     title: str
