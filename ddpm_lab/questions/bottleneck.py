@@ -28,7 +28,8 @@ from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
-from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single, table
+from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
+from ddpm_lab.questions.changes import table as changes_table
 from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
@@ -192,9 +193,9 @@ def advice(study: Study) -> tuple[Change, ...]:
     return tuple(a for a in considered(study) if a.listed)
 
 
-def gains(study: Study) -> Table:
+def table(study: Study) -> Table:
     """What was measured to be faster, the largest sure gain first; may be empty."""
-    return table([a for a in advice(study) if a.ratio > 1])
+    return changes_table([a for a in advice(study) if a.ratio > 1])
 
 
 def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Change:
@@ -398,7 +399,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
         pictures=pictures,
-        ranked=tables.markdown(table(found)),
+        ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
         targets=tables.markdown(met),

@@ -63,7 +63,7 @@ def answer(study: Study) -> Answer:
         caption = "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting."
         # What other questions measured counts, but for their profiles, of which each has a budget of its own.
         measured = replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
-        views.append(View(caption=caption, table=lambda: bottleneck.gains(measured)))
+        views.append(View(caption=caption, table=lambda: bottleneck.table(measured)))
     views.append(View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)))
     return Answer(
         study=study,
