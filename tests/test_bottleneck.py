@@ -275,7 +275,8 @@ def test_a_planted_machine_is_measured_and_cured(name: str, tmp_path: Path) -> N
         output=tmp_path,
         quiet=True,
     ).measure()
-    first = question.advice(study(*study_of(found).records))[0]
+    # Groups that wait share no core: what they show is a speed here.
+    first = question.advice(study(*(replace(r, mechanism_only=False) for r in study_of(found).records)))[0]
     assert (first.title, first.status) == (planted.cure, ranked.FASTER), first
     # A wait of 10 ms ends up to half a millisecond late on a busy machine, which is planted nowhere.
     assert first.low / OVERSHOOT <= planted.gain <= first.high * OVERSHOOT

@@ -174,7 +174,7 @@ def test_records_of_another_network_device_or_step_decide_nothing() -> None:
     records = gpus({2: 0.5})
     others = [ask(), ask(weak({2: 1.9}), switched_off()), ask(records, network="ddpm"), ask(records, device="cpu")]
     for setting in ({"precision": "bf16"}, {"compile": "whole"}, {"channels_last": False}):
-        other = [replace(r, config=replace(r.config, **setting)) for r in records]  # type: ignore[arg-type]
+        other = [replace(r, config=replace(r.config, **setting)) for r in records]
         others.append(ask([replace(r, baseline_id=other[0].run_id) for r in other]))
     assert {found.source for found in others} == {PRIOR}
     assert all(found.way_out().startswith("ddpm-lab run multi_gpu --network") for found in others)
@@ -192,7 +192,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def here(tmp_path: Path, ratio: float) -> None:
     """Records of this machine."""
     base = RunConfig(global_batch_size=32)
-    values = {"baseline_label": "1 rank", "experiment": "multi_gpu", "family": "tiny, batch 32"}
+    values: dict[str, Any] = {"baseline_label": "1 rank", "experiment": "multi_gpu", "family": "tiny, batch 32"}
     found = make.sets({"2 ranks": (replace(base, world_size=2), ratio)}, baseline=base, **values)
     Ledger(tmp_path / "trace_output" / "ledger.jsonl").append(make.on(hardware.machine(), found))
 
