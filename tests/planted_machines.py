@@ -10,7 +10,7 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
-from ddpm_lab.questions.bottleneck import NO_EXCHANGE, batch_sizes, changes
+from ddpm_lab.questions.bottleneck import batch_sizes, changes
 from ddpm_lab.record import RunRecord
 
 LEVERS = "lab_workloads:levers"
@@ -22,19 +22,13 @@ COSTS = {"loader": 0.0, "fixed": 0.002, "image": 0.001, "narrow": 1.1, "compiled
 class Planted:
     """A configuration in question with planted ``costs``; ``cure`` is the change that must come first.
 
-    ``beside`` is another change that is measured, if any. A cure without a name is none that a setting could make.
+    ``beside`` is another change that is measured, if any.
     """
 
     settings: Mapping[str, Any]
     costs: Mapping[str, float]
     cure: str
-    found: str = ""
     beside: str = ""
-
-    @property
-    def title(self) -> str:
-        """What must be found: the cure, where there is one."""
-        return self.found or self.cure
 
     @property
     def config(self) -> RunConfig:
@@ -47,18 +41,14 @@ class Planted:
         """The changes that are measured, by name."""
         config = self.config
         offered = {**changes(config, usable_cores=2, most_ranks=2), **batch_sizes(config)}
-        return {name: offered[name] for name in (self.cure or NO_EXCHANGE, self.beside) if name}
+        return {name: offered[name] for name in (self.cure, self.beside) if name}
 
     @property
     def gain(self) -> float:
         """How many times as fast a step is with the cure, for equal images, by the planted costs."""
         config = self.config
-        cured = self.changes()[self.cure] if self.cure else replace(config, options=_without(config, "slow"))
+        cured = self.changes()[self.cure]
         return seconds(config) / config.global_batch_size / (seconds(cured) / cured.global_batch_size)
-
-
-def _without(config: RunConfig, name: str) -> tuple[tuple[str, Any], ...]:
-    return tuple({**dict(config.options), name: 0.0}.items())
 
 
 def seconds(config: RunConfig) -> float:
@@ -77,9 +67,6 @@ MACHINES = {
     "tiny batch": Planted({"global_batch_size": 8}, {"fixed": 0.020}, "batch 64"),
     "accidental fp32": Planted({}, {"narrow": 0.6}, "bf16"),
     "compile that never pays off": Planted({"compile": "whole"}, {"compiled": 1.4}, "eager"),
-    "straggler": Planted(
-        {"world_size": 2}, {"image": 0.002, "slow": 0.010}, "", "Find out why rank 1 is slow", beside="bf16"
-    ),
 }
 
 

@@ -116,9 +116,10 @@ def job(rows: list[Any]) -> Iterator[Job]:
         yield jobs, (json.loads(line) for line in jobs[0].stdout if line.startswith("{"))
     finally:
         for each in jobs:
-            for process in (*below(each), each):
+            for process in below(each):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
+            each.kill()
             each.communicate()
 
 

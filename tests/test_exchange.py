@@ -18,11 +18,10 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import Family
-from ddpm_lab.questions import recommendation
+from ddpm_lab.questions import changes
 from ddpm_lab.questions.all_reduce import all_reduce, bus_bandwidth, exchanges, label, message_bytes
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.questions.bottleneck import NO_EXCHANGE
-from ddpm_lab.questions.exchange import BASELINE, exchange
+from ddpm_lab.questions.exchange import BASELINE, NO_EXCHANGE, exchange
 
 BASE = RunConfig(world_size=2)
 ALPHA, BETA = 2e-4, 1e-9
@@ -84,7 +83,7 @@ def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_le
     shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
     assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
     assert "% shorter" not in answer(settings(1.0)).finding.claim
-    assert [row.label for row in recommendation.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
+    assert [row.label for row in changes.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------

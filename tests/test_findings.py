@@ -18,7 +18,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.bottleneck import NO_EXCHANGE
+from ddpm_lab.questions.exchange import NO_EXCHANGE
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")

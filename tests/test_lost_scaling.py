@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records as make
 from cells import by
-from conftest import Call, code_of
+from conftest import code_of
 from matplotlib.patches import Rectangle
 from setups import setup
 
@@ -25,7 +23,6 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Family, Plan
-from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions import lost_scaling as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.lost_scaling import Split, lost_scaling, splits
@@ -79,12 +76,10 @@ def test_each_configuration_has_its_own_thing_off(gpus: int, threads: int) -> No
     assert rows.get(plan.ONE_SMALL_THREADS) == (dataclasses.replace(small, threads=threads) if threads else None)
 
 
-def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
+def test_it_is_measured_in_full_or_when_asked_for() -> None:
     for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
         found = multi_gpu(setup(preset, cores=4), lost_scaling=asked)
         assert [f.name.endswith(plan.LOST) for f in found.families if f.together] == [True] * there
-        assert len(found.profiles) == there
-    assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
 
 
 @pytest.mark.parametrize(
@@ -103,10 +98,9 @@ def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split
     (family,) = (f for f in found.families if f.together)
     label, config = family.candidates[0]
     assert (label, config.global_batch_size) == split
-    assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
     others = {f.baseline.run_id for f in found.families if f is not family}
     assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
-    # Ranks that share cores say so in every part, and in the profile.
+    # Ranks that share cores say so in every part.
     over = machine is OVERSUBSCRIBED
     assert all(c.oversubscribe == (over and c.world_size > 2) for c in found.configurations)
 
@@ -228,7 +222,6 @@ def test_all_losses_together_add_up_and_the_waterfall_leads_from_the_ideal_to_th
 def test_an_interaction_above_a_third_makes_the_split_unreliable() -> None:
     fine, bad = (study(measured(communication=4.0, interaction=x)) for x in (1.0, 3.0))
     assert (split(fine).reliable, split(bad).reliable) == (True, False)
-    assert table(bad)["interaction"]["Note"] == "split unreliable"
     lost = splits(study(measured(communication=2.0, slow=4.0)))
     assert question.headline(lost) == "Lost to slowest rank and exposed communication"
     assert [(p.name, p.note) for p in lost[0].largest] == [("slowest rank", "rank 1"), ("exposed communication", "")]
@@ -263,7 +256,6 @@ def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answe
     found = split(of := study(shared))
     assert question.figure(of) is None
     assert (found.doubt, found.claimed) == (MECHANISM_ONLY, False)
-    assert {p.note for p in found.parts} == {""}
     assert machine_state.table(study(scaling())) == machine_state.table(study(scaling(), shared))
 
 
@@ -281,42 +273,13 @@ def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> Non
     assert question.figure(of) is None, "a waterfall with a gap does not arrive"
 
 
-def test_overlapped_communication_is_what_a_profile_saw_beyond_the_exposed() -> None:
-    config = dataclasses.replace(dict(FAMILY.candidates)["2 ranks"], purpose="profile")
-    spans = [{"communication": {"seconds": s, "overlapped_seconds": 0.0}} for s in (0.009, 0.007)]
-    profile = {"budget": {"ranks": [{"unsynchronised": {"spans": found}} for found in spans]}}
-    told = make.record(config, role="profile", experiment="multi_gpu", family=FAMILY.name, profile=profile)
-    found = split(study(measured(communication=4.0), [told]))["overlapped communication"]
-    assert 1e3 * found.value == pytest.approx(3.0, abs=0.15), "by the rank that waits least for the other"
-    assert found.low < found.value < found.high
-    assert not split(study(measured(communication=4.0)))["overlapped communication"].known
-
-
 def test_the_question_shows_the_parts_which_are_no_comparisons_of_its_own() -> None:
     alone, of = study(scaling()), study(scaling(), measured(communication=4.0))
     assert [(r.label, r.verdict) for r in comparisons(of)] == [(r.label, r.verdict) for r in comparisons(alone)]
     assert "lost_scaling" in [name for *_, name in answer(of).figures()]
     assert "lost_scaling" not in [name for *_, name in answer(alone).figures()]
-    assert phrases.context(of) == phrases.context(alone), "the question's batches, not those of the parts"
     assert question.table(splits(of)) in [rows for _, rows in answer(of).tables()]
     assert table(of)["exposed communication"]["Share of the loss"] in ("99 %", "100 %", "101 %")
-
-
-def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    of = study(scaling(), measured(communication=4.0))
-    experiment = SimpleNamespace(name="multi_gpu", configurations=())
-    answered = SimpleNamespace(experiment=experiment, measured_sets=0, ledger="", output_dir=tmp_path, completed=True)
-    monkeypatch.setattr(planning, "plan_question", lambda *_, **__: SimpleNamespace(measure=lambda: answered))
-    monkeypatch.setattr(experiments, "undecided", lambda one: one)
-    monkeypatch.setattr(experiments, "study_of", lambda _: of)
-    said = question.sentence(split(of))
-    assert said in call("run", "multi_gpu", "--lost-scaling")[1]
-    (shown,) = json.loads(call("run", "multi_gpu", "--lost-scaling", "--json")[1])
-    assert shown["lost_scaling"][0] == {
-        "family": split(of).family,
-        "sentence": said,
-        "parts": question.table([split(of)]),
-    }
 
 
 @pytest.mark.alone

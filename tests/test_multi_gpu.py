@@ -1,24 +1,35 @@
-"""Strong and weak scaling: kept apart, with planted efficiencies and their bands."""
+"""Strong and weak scaling with planted efficiencies and their bands; one rank or several, by records or the prior."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
-from scaled_records import strong, switched_off, weak
+from conftest import Call
+from scaled_records import ONE, strong, switched_off, weak
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.explain import decisions
 from ddpm_lab.explain.bands import S000, Bands, bands
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
-from ddpm_lab.questions import recommendation
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import cluster, hardware
+from ddpm_lab.measure.cluster import Cluster, Place
+from ddpm_lab.measure.process import Store
+from ddpm_lab.questions import changes, multi_gpu
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.multi_gpu import scaling_rows
+from ddpm_lab.questions.multi_gpu import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior, scaling_rows
 from ddpm_lab.record import RunRecord
 
 
 def study(*records: list[RunRecord]) -> Study:
-    return make.study([r for part in records for r in part])
+    return make.study([r for part in records for r in part], "multi_gpu")
 
 
 def rated(*records: list[RunRecord], bands: Bands | None = None) -> str:
@@ -78,7 +89,164 @@ def test_families_that_do_not_scale_are_left_to_others() -> None:
     with_lost, without = study(strong({2: 1.6}), switched_off()), study(strong({2: 1.6}))
     assert [r.label for r in scaling_rows(with_lost)] == [r.label for r in scaling_rows(without)]
     assert "no exchange" not in answer(with_lost).finding.claim + plain(answer(with_lost).table())
-    changes = recommendation.measured(make.study(with_lost.records, "recommendation"))
-    assert [r.label for r in changes] == ["2 GPUs"], "without an exchange nothing is trained"
+    found = changes.measured(make.study(with_lost.records, "recommendation"))
+    assert [r.label for r in found] == ["2 GPUs"], "without an exchange nothing is trained"
     both = make.study([*strong({2: 1.6}), *weak({2: 1.9})], "recommendation")
-    assert {r.family for r in recommendation.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"
+    assert {r.family for r in changes.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"
+
+
+# --- one rank or several ----------------------------------------------------------------------------------------------
+
+
+def gpus(ratios: dict[int, float], batch: int = 64, **values: Any) -> list[RunRecord]:
+    return strong(ratios, base=replace(ONE, global_batch_size=batch), seed=batch, **values)
+
+
+def ask(*records: list[RunRecord], batch: int = 64, network: str = "seed", device: str = "cuda") -> Strategy:
+    return multi_gpu.decide(
+        study(*records), network=network, parameters=PARAMETERS[network], batch=batch, device=device
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "batches", "answer"),
+    [
+        (999_999, (128, 512), SINGLE),
+        (1_000_000, (127,), SINGLE),
+        (1_000_000, (128,), MEASURE),
+        (4_999_999, (128,), MEASURE),
+        (5_000_000, (1,), MEASURE),
+        (9_999_999, (64, 512), MEASURE),
+        (10_000_000, (63,), SINGLE),
+        (10_000_000, (64, 128), MULTI),
+    ],
+)
+def test_the_published_thresholds(parameters: int, batches: tuple[int, ...], answer: str) -> None:
+    assert {prior(parameters, batch)[0] for batch in batches} == {answer}
+
+
+def test_every_network_has_its_count() -> None:
+    """The counts themselves are those of ``test_unet``, which builds the networks."""
+    unet = pytest.importorskip("ddpm_lab.diffusion.unet")
+    import torch  # noqa: PLC0415 - the module under test must not need it
+
+    with torch.device("meta"):
+        counted = {name: unet.count_parameters(unet.build_network(name)) for name in NETWORKS}
+    assert counted == PARAMETERS
+
+
+QUIET: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "values", "answer", "ratio"),
+    [
+        ({2: 1.3}, {}, MULTI, 1.3),
+        ({2: 0.8, 4: 1.5, 8: 1.2}, {}, MULTI, 1.5),  # one that is faster is enough
+        ({2: 0.7, 4: 0.8}, {}, SINGLE, 0.8),  # the best of what is slower
+        ({2: 1.0, 4: 0.8}, QUIET, SINGLE, 1.0),
+        ({2: 0.5, 4: 1.0}, {"set_noise": 0.05}, decisions.INCONCLUSIVE, 1.0),
+        ({2: 1.9}, {"count": 2}, decisions.INCONCLUSIVE, 1.9),
+        # A repeated baseline that differs by more than the ranks gain leaves no answer.
+        ({2: 1.15}, {"twin_ratio": 1.2}, decisions.INCONCLUSIVE, None),
+        ({2: 1.9}, {"twin_ratio": 1.2}, MULTI, None),
+    ],
+)
+def test_what_was_measured_overrules_the_prior(
+    ratios: dict[int, float], values: dict[str, Any], answer: str, ratio: float | None
+) -> None:
+    found = ask(gpus(ratios, batch=16, **values), batch=16)
+    assert prior(10_050_819, 16)[0] == SINGLE
+    assert (found.answer, found.source, found.measured_batch) == (answer, "measured", 16)
+    assert ratio is None or found.ratio == pytest.approx(ratio, rel=0.05)
+    assert bool(found.way_out()) == (answer == decisions.INCONCLUSIVE)
+
+
+def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
+    both = (gpus({2: 0.7}, batch=32), gpus({2: 1.7}, batch=256))
+    for batch, said, nearest in ((64, SINGLE, 32), (128, MULTI, 256)):
+        found = ask(*both, batch=batch)
+        assert (found.answer, found.measured_batch) == (said, nearest)
+        assert f"batch {nearest}" in found.source
+
+
+def test_records_of_another_network_device_or_step_decide_nothing() -> None:
+    records = gpus({2: 0.5})
+    others = [ask(), ask(weak({2: 1.9}), switched_off()), ask(records, network="ddpm"), ask(records, device="cpu")]
+    for setting in ({"precision": "bf16"}, {"compile": "whole"}, {"channels_last": False}):
+        other = [replace(r, config=replace(r.config, **setting)) for r in records]
+        others.append(ask([replace(r, baseline_id=other[0].run_id) for r in other]))
+    assert {found.source for found in others} == {PRIOR}
+    assert all(found.way_out().startswith("ddpm-lab run multi_gpu --network") for found in others)
+
+
+# --- asking on this machine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+
+def here(tmp_path: Path, ratio: float) -> None:
+    """Records of this machine."""
+    base = RunConfig(global_batch_size=32)
+    values: dict[str, Any] = {"baseline_label": "1 rank", "experiment": "multi_gpu", "family": "tiny, batch 32"}
+    found = make.sets({"2 ranks": (replace(base, world_size=2), ratio)}, baseline=base, **values)
+    Ledger(tmp_path / "trace_output" / "ledger.jsonl").append(make.on(hardware.machine(), found))
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call) -> None:
+    assert multi_gpu.strategy(output_dir=tmp_path).source == PRIOR
+    here(tmp_path, 1.6)
+    for parameters, network, source in ((44_332, "tiny", "measured"), (44_333, None, PRIOR)):
+        known = multi_gpu.strategy(parameters=parameters, batch_size=32, output_dir=tmp_path)
+        assert (known.network, known.source) == (network, source), "a network is known by its number of parameters"
+    code, out, _ = call("strategy", "--output-dir", tmp_path)
+    assert (code, out.partition(" ")[0]) == (0, "multi")
+    values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
+    assert (values["answer"], values["ratio"]) == ("multi", pytest.approx(1.6, rel=0.02))
+    assert (values["network"], values["batch"], values["source"]) == ("tiny", 32, "measured")
+    empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
+    assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
+    other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
+    assert f"--batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
+    for wrong, word in (
+        ("--batch-size 0", "batch_size"),
+        ("--parameters 0", "parameters"),
+        ("--device cuda", "no GPU"),
+    ):
+        code, out, err = call("strategy", *wrong.split(), "--output-dir", tmp_path)
+        assert (code, out, word in err) == (2, "", True)
+
+
+def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places that torchrun started, no more of them on a host than it has devices: here four GPUs, and one core."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ("Example GPU X",) * 4)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    assert (multi_gpu.most_ranks("cuda")[0], multi_gpu.most_ranks("cpu")[0]) == (4, 1)
+    for device, hosts, places, most in (("cuda", 2, 1, 2), ("cuda", 4, 8, 16), ("cpu", 1, 1, 1)):
+        slots = [[Place(n, f"h{h}", None) for n in range(places)] for h in range(hosts)]
+        monkeypatch.setattr(cluster, "_current", Cluster(slots, Store("127.0.0.1", 1, "job")))
+        assert multi_gpu.most_ranks(device)[0] == most
+    with pytest.raises(multi_gpu.NoRanksError, match="1 rank on 1 host"):
+        multi_gpu.several_ranks("cpu")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_weighing_needs_scipy_and_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(tmp_path, 1.6)
+    monkeypatch.setattr(multi_gpu, "missing_to_explain", lambda: "scipy")
+    with pytest.raises(ConfigError, match="scipy"):
+        multi_gpu.strategy(output_dir=tmp_path)
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from ddpm_lab.measure import hardware\n"
+        "hardware.gpus, hardware.usable_cores = tuple, lambda: 2\n"
+        "from ddpm_lab.questions.multi_gpu import strategy\n"
+        f"print(strategy(device='cpu', output_dir={str(tmp_path)!r}).answer)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "multi"

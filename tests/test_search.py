@@ -17,11 +17,11 @@ from setups import MACHINES, machine_setup, setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.plan import Cell, Space, Value
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.search import Ratios, believe, race
 from ddpm_lab.record import TWIN
-from ddpm_lab.space import Cell, Space, Value
 from ddpm_lab.training.setting import usual_settings
 
 NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())
@@ -216,7 +216,6 @@ def test_quality_says_what_may_win() -> None:
     }
     assert search.admissible(where, lambda config: known.get(config, "not measured")) == [(0, 0), (0, 1)]
     assert search.admissible(where, lambda _: "") == [(0, 0), (1, 0)]
-    assert search.admissible(replace(where, any_batch=True), lambda _: "") == list(where.cells)
 
 
 def test_observations_are_those_of_complete_sets_in_order() -> None:
@@ -292,7 +291,6 @@ def test_what_there_is_not_is_refused() -> None:
         ({"only": {"ranks": [64]}}, "only ranks is '64'"),
         ({"only": {"memory": "nchw"}}, "give a list"),
         ({"only": ["precision"]}, "only is"),
-        ({"any_batch": "yes"}, "any_batch is 'yes'"),
         ({"only": {**one, "loader": ["packed"], "batch": [8]}}, "nothing is left"),
     )
     for grid, words in refused:

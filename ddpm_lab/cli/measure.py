@@ -26,7 +26,7 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
-from ddpm_lab.questions import strategy as question
+from ddpm_lab.questions import multi_gpu as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.reports import summary
@@ -107,7 +107,7 @@ def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [
-        {"family": split.family, "sentence": lost_scaling.sentence(split), "parts": lost_scaling.table([split])}
+        {"family": split.family, "headline": lost_scaling.headline([split]), "parts": lost_scaling.table([split])}
         for split in lost_scaling.splits(study)
     ]
     return values | ({"lost_scaling": lost} if lost else {})
@@ -122,7 +122,7 @@ def _show(found: dict[str, Any]) -> None:
         if found.get(name):
             print(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
-        print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
+        print(f"{split['family']}: {split['headline']}")
         table.show(split["parts"])
 
 
@@ -221,8 +221,9 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
 def strategy(options: argparse.Namespace) -> int:
     found = question.strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
     carried = {"--device": options.device, "--output-dir": options.output_dir}
-    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
-    tell(options, plain(asdict(found)), [found.text(words)])
+    words = [f"{name} {shlex.quote(value)}" for name, value in carried.items() if value]
+    way_out = " ".join([found.way_out(), *words]) if found.way_out() else ""
+    tell(options, plain(asdict(found)), [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])])
     return 0
 
 

@@ -63,7 +63,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "summary": _of("append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)", metavar="FILE"),
     "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
     # recommend, bottleneck
-    "train-images": _of("of the full training that is projected (default: 800,000 steps)", int, metavar="N"),
     "changes": _of("only these changes, by the names in the report", metavar="NAME,..."),
     # train, sample
     "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),

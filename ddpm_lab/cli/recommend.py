@@ -37,15 +37,15 @@ _PRESENT = ("network", "device", "precision", "loader", "loader_workers", "compi
 
 def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
     found = declared.options(search)
-    declared.add_options(parser, [found[name] for name in ("any_batch", "seeds", "images")])
+    declared.add_options(parser, [found[name] for name in ("seeds", "images")])
 
 
 def recommend(options: argparse.Namespace) -> int:
-    no_search = reads(options, "workload", "train_images")
+    no_search = reads(options, "workload")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
-    settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
+    settings |= given(options, "seeds", "images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")
@@ -99,7 +99,7 @@ def bottleneck(options: argparse.Namespace) -> int:
             save(part.figure(), picture)
             pictures.append((part.finding.headline, picture.name))
     report = question.write(study, output / "reports", pictures)
-    advice = [{**plain(asdict(a)), "impact": a.impact, "expected": a.expected} for a in question.advice(study)]
+    advice = [{**plain(asdict(a)), "impact": a.impact} for a in question.advice(study)]
     values = {"summary": lines, "advice": advice, "report": str(report)}
     tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0
@@ -145,7 +145,7 @@ COMMANDS = {
     "recommend": Command(
         recommend,
         "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device batch-size sets resolution only train-images "
+        "preset minutes data held-out skip-bad network workload device batch-size sets resolution only "
         "ledger machine output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",

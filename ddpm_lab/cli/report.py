@@ -22,8 +22,8 @@ from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer
+from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.questions.planning import Planned, plan_question
-from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.reports import summary as runs
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS

@@ -34,9 +34,8 @@ class Study:
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
     machine and data, ``published_trials`` those of any machine that came with the checkout. ``bands`` name its
-    efficiencies. ``train_images`` are those of the full training that a recommendation is projected to. ``beside`` are
-    the records of all other questions on the same machine, for those of BESIDE_OTHERS. ``looks`` are the answers to any
-    question that this machine has shown: they say how much its sets scatter.
+    efficiencies. ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
+    ``looks`` are the answers to any question that this machine has shown: they say how much its sets scatter.
     """
 
     experiment: str
@@ -48,7 +47,6 @@ class Study:
     trials: tuple[RunRecord, ...] = ()
     published_trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
-    train_images: int | None = None
     beside: tuple[RunRecord, ...] = ()
     looks: tuple[RunRecord, ...] = ()
 
@@ -222,13 +220,6 @@ def note(damaged: Iterable[Damaged]) -> None:
     """Print a note of each line of a ledger that cannot be read."""
     for line in damaged:
         print(f"note: {line}")
-
-
-def cohorts(records: Sequence[T]) -> list[Cohort]:
-    """The cohorts of the code that was measured last, the latest last: none of them is compared with another."""
-    measured = sorted((r for r in records if r.role not in ("note", TRIAL, LOOK)), key=moment)
-    latest = dict.fromkeys(r.cohort for r in reversed(measured) if r.cohort[1] == measured[-1].cohort[1])
-    return list(latest)[::-1]
 
 
 def _one_code(trials: Sequence[T]) -> list[T]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,22 +15,22 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import decisions, findings, limits, machine_state, pages, phrases, quality, stats, straggler
+from ddpm_lab.explain import findings, limits, machine_state, pages, phrases, quality
+from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
-from ddpm_lab.explain.table import markdown as grid
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.questions import lost_scaling, torch_compile
+from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
+from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
+from ddpm_lab.questions.changes import table as changes_table
 from ddpm_lab.questions.question import Question
-from ddpm_lab.questions.recommendation import single
-from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 QUESTION = Question(title="What should be changed next?", file="bottleneck")
@@ -42,11 +41,6 @@ COMPILE_SHARE = 0.5
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
-NO_EXCHANGE = "no exchange (no training)"
-FASTER, DERIVED = decisions.FASTER, "derived"
-NOT_RESOLVED, NOT_MEASURED = decisions.INCONCLUSIVE, "not measured"
-SLOWER, WORSE, NO_GAIN, FAILED = decisions.SLOWER, "worse quality", "no gain", "failed"
-_TIERS = {FASTER: 0, DERIVED: 0, NOT_RESOLVED: 1, NOT_MEASURED: 2}
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
 REPORT = "bottleneck_report"
 _ACTS_ON = {
@@ -59,7 +53,8 @@ _ACTS_ON = {
 """Phases of a time budget that a setting can make shorter, where it is about some of them."""
 _WHY = {
     "world_size": "Ranks share the batch, and exchange gradients for it",
-    "global_batch_size": "What a step costs whatever its batch is shared by another number of images",
+    "global_batch_size": "What a step costs whatever its batch is shared by another number of images; "
+    + phrases.within(CAVEAT[:-1]),
 }
 _OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
@@ -126,8 +121,7 @@ def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
     """Configurations one change away from ``config`` that its machine could run, in the order of measuring.
 
-    What has to be compiled comes last: it is left out first where time is short. Of several ranks one configuration,
-    ``NO_EXCHANGE``, is no offer: it shows what the exchange costs, and which rank is slow on its own.
+    What has to be compiled comes last: it is left out first where time is short.
     """
     cuda, files = config.device == "cuda", config.loader == "files"
     eager, alone = config.compile == "off", config.world_size == 1
@@ -146,7 +140,6 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         (True, "losses not read", {"read_loss": False}),
         (True, "fused Adam", {"optimizer": replace(optimizer, adam="fused", ema="foreach")}),
         (not alone, "gradients in bf16", {"exchange": replace(exchange, hook="bf16")}),
-        (not alone, NO_EXCHANGE, {"exchange": ExchangeConfig(enabled=False)}),
         (not alone, "1 rank", {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}),
         (alone, f"{ranks} ranks", {"world_size": ranks}),
         (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
@@ -163,157 +156,81 @@ def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
 def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, RunConfig]:
     """Those that can be: a batch that the ranks cannot share, for one, nobody asked for."""
     others = {}
-    for name, change in found.items():
+    for name, settings in found.items():
         with contextlib.suppress(ConfigError):
-            others[name] = replace(config, **change)
+            others[name] = replace(config, **settings)
     return {name: other for name, other in others.items() if other != config}
 
 
 # --- changes, by what was measured of them ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """One change of a configuration, from ``current`` to ``recommended``, and what is known of it.
-
-    ``status`` says what the expected speed rests on: faster (measured in sets that take turns), derived (from the own
-    times of ranks in such sets), inconclusive, not measured; or why it is not recommended: slower, no gain, worse
-    quality, failed. ``ratio`` is the present step's time for equal work over the changed one's, with its 95 %
-    interval; NaN is unknown. ``share`` is that of a step in the phases on which the change acts.
-    """
-
-    title: str
-    status: str
-    current: str
-    recommended: str
-    rationale: str
-    evidence: str
-    command: str
-    ratio: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    share: float = 0.0
-    quality: str = quality.NOT_MEASURED
-
-    @property
-    def sure(self) -> bool:
-        """Whether its gain was measured, and is resolved."""
-        return self.status in (FASTER, DERIVED)
-
-    @property
-    def impact(self) -> str:
-        """High, medium or low by the lower end of the interval."""
-        return TARGETS.impact(self.low) if self.sure else "unknown"
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """What is resolved first, by its lower end; what was not measured by its share; last what seems slower."""
-        tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
-        if math.isnan(self.ratio):
-            return tier, -self.share
-        return tier, -self.ratio if math.isnan(self.low) else -self.low
-
-    @property
-    def quality_word(self) -> str:
-        """The verdict on quality alone."""
-        return self.quality.partition(" (")[0].partition(".")[0]
-
-    @property
-    def expected(self) -> str:
-        """Such as "1.48 times as fast (1.39 to 1.59)"."""
-        if math.isnan(self.ratio):
-            return NOT_MEASURED
-        text = phrases.times(stats.Interval(value=self.ratio, low=self.low, high=self.high), what=" times as fast")
-        return f"inconclusive: {text}" if self.status == NOT_RESOLVED else text
-
-
-def advice(study: Study) -> tuple[Advice, ...]:
-    """Changes worth applying or measuring, the one with the largest sure gain first; none without a time budget."""
-    return tuple(sorted((a for a in considered(study) if a.status in _TIERS), key=lambda a: a.rank))
-
-
-def declined(study: Study) -> tuple[Advice, ...]:
-    """Changes that are of no use here, as far as is known."""
-    return tuple(a for a in considered(study) if a.status not in _TIERS)
-
-
 @once
-def considered(study: Study) -> tuple[Advice, ...]:
-    """Every change that was measured against the configuration in question, or that its machine could run."""
+def considered(study: Study) -> tuple[Change, ...]:
+    """Every change that was measured against the configuration in question, or that its machine could run, ranked.
+
+    None without a time budget.
+    """
     about = subject(study)
     if about is None:
         return ()
     machine, config = about.profile.machine, about.config
     ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
     offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
-    names = {other.run_id: name for name, other in offered.items() if other.exchange.enabled}
+    names = {other.run_id: name for name, other in offered.items()}
     mine = (config.run_id, about.profile.code_version)
     known: dict[str, Comparison] = {}  # of whichever question has most sets
     for row in sorted(comparisons(study), key=lambda row: -row.sets):
         if single(row) and (row.baseline_id, row.code_version) == mine:
             known.setdefault(row.run_id, row)
-    found = [_advice(study, about, row.config, names.get(row.run_id, ""), row) for row in known.values()]
-    found += [_advice(study, about, offered[name], name) for run_id, name in names.items() if run_id not in known]
-    return (*found, *([_slow_rank(study, about)] if config.world_size > 1 else []))
+    found = [_change(study, about, row.config, names.get(row.run_id, ""), row) for row in known.values()]
+    found += [_change(study, about, offered[name], name) for run_id, name in names.items() if run_id not in known]
+    return tuple(sorted(found, key=lambda a: a.rank))
 
 
-def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Advice:
+def advice(study: Study) -> tuple[Change, ...]:
+    """Changes worth applying or measuring, the one with the largest sure gain first."""
+    return tuple(a for a in considered(study) if a.listed)
+
+
+def table(study: Study) -> Table:
+    """What was measured to be faster, the largest sure gain first; may be empty."""
+    return changes_table([a for a in advice(study) if a.ratio > 1])
+
+
+def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Change:
     """What is known of a change; without a ``name`` it has no command of its own."""
     changed = other.differences(about.config)
     judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
-    status, ratio = NOT_MEASURED, stats.estimate([])
     if row is None:
         mine = ("note", name, about.config.run_id)
         notes = [r.reason for r in comparisons(study) if (r.role, r.label, r.baseline_id) == mine]
         evidence = "; ".join(["Not measured against the present settings", *notes[-1:]])
     elif not row.sets:
-        status, evidence = FAILED, phrases.failure(row)
+        evidence = phrases.failure(row)
     else:
-        ratio = row.ratio
-        useless = row.sets >= decisions.LEAST_SETS and ratio.high < 1 + row.resolution
-        status = row.verdict if row.resolved else NO_GAIN if useless else NOT_RESOLVED
         evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{findings.noise(row)})"
         evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
         if other.compile != "off" and about.config.compile == "off":
             evidence += f". {torch_compile.sentence(study, row).removesuffix('.')}"
-    share, why = _rationale(about, changed)
-    before, after = _settings(changed)
-    return Advice(
-        title=name or (row.label if row else ""),
-        status=WORSE if judged.verdict == quality.WORSE and status != FAILED else status,
-        current=before,
-        recommended=after,
-        rationale=why,
-        evidence=evidence,
-        command=command(study, about.config, *filter(None, [name])),
-        ratio=ratio.value,
-        low=float(ratio.low),
-        high=float(ratio.high),
-        share=share,
-        quality=quality.full(judged) + f". {CAVEAT}".removesuffix(".") * ("global_batch_size" in changed),
-    )
-
-
-def _rationale(about: Subject, changed: Collection[str]) -> tuple[float, str]:
-    """The share of a step in the phases on which a change acts, and in words why it may help."""
     line = about.taken.running
-    phases = [p for p in line.phases if any(p in _ACTS_ON.get(name, ()) for name in changed)]
+    phases = [p for p in line.phases if any(p in _ACTS_ON.get(setting, ()) for setting in changed)]
     share = sum(map(line.share, phases))
     acts = f"It acts on {phrases.joined([bd.LONG.get(p, p) for p in phases])}: {bd.percent(share)} of a step"
     usual = acts if phases else "No phase of the time budget shows it"
-    return share, next((why for name, why in _WHY.items() if name in changed), usual)
-
-
-def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
-    """What is set now, and what a change sets, as a file of settings says it: ``precision = "fp32"``."""
-    rows = []
-    for name, (new, old) in changed.items():
-        if isinstance(new, Mapping):
-            rows += [(f"{name}.{part}", old[part], value) for part, value in new.items() if value != old[part]]
-        else:
-            rows.append((name, old, new))
-    before, after = ([f"{row[0]} = {json.dumps(row[i])}" for row in rows] for i in (1, 2))
-    return ", ".join(before), ", ".join(after)
+    return change(
+        row,
+        other,
+        about.config,
+        judged,
+        title=name or (row.label if row else ""),
+        against=BASELINE,
+        rationale=next((why for setting, why in _WHY.items() if setting in changed), usual),
+        evidence=evidence,
+        command=command(study, about.config, *filter(None, [name])),
+        share=share,
+        usable=row is not None and row.verdict == FASTER and judged.verdict in GOOD,
+    )
 
 
 def command(study: Study, config: RunConfig, *only: str) -> str:
@@ -329,55 +246,6 @@ def command(study: Study, config: RunConfig, *only: str) -> str:
     return shlex.join(words)
 
 
-def _slow_rank(study: Study, about: Subject) -> Advice:
-    """What a rank that takes longer on its own costs the others, from their own times where nothing is exchanged."""
-    silent = replace(about.config, exchange=ExchangeConfig(enabled=False))
-    same = (about.config.run_id, about.profile.code_version, "ok")
-    of_sets = [r for r in study.records if (r.baseline_id, r.code_version, r.status) == same and r.windows]
-    base = {r.set_id: r for r in of_sets if r.role == "baseline"}
-    alone = [r for r in of_sets if r.run_id == silent.run_id and r.set_id in base and not r.mechanism_only]
-    who, status, found = straggler.named(alone), NO_GAIN, stats.estimate([])
-    evidence = "No rank is shown to be slower than the others where nothing is exchanged"
-    if who:
-        shares = zip(alone, straggler.excess_shares(alone), strict=True)
-        found = stats.estimate([-math.log1p(-s * math.exp(-set_log_ratio(base[r.set_id], r))) for r, s in shares])
-        status = DERIVED
-        evidence = f"From the ranks' own times in {phrases.plural(found.sets, 'set')} without exchange of gradients"
-    elif not alone and about.taken.straggler:
-        status, evidence = NOT_MEASURED, about.taken.straggler
-    elif not alone:
-        evidence = "No rank computes clearly longer than the others in the time budget"
-    return Advice(
-        title=f"Find out why {who or 'one rank'} is slow",
-        status=status,
-        current="as it is",
-        recommended="as fast as the other ranks",
-        rationale="Every step lasts as long as its slowest rank",
-        evidence=evidence,
-        command=command(study, about.config, NO_EXCHANGE),
-        quality="not affected",
-        ratio=found.value,
-        low=found.low,
-        high=found.high,
-    )
-
-
-def table(study: Study) -> Table:
-    """What was measured to be faster, one row a change, in the order of ``advice``; may be empty."""
-    return [
-        {
-            "Change": a.title,
-            "Setting": a.recommended,
-            "Expected speed": a.expected,
-            "Status": a.status,
-            "Quality": a.quality_word,
-            "Command": a.command,
-        }
-        for a in advice(study)
-        if a.ratio > 1
-    ]
-
-
 # --- verdict, targets, summary ----------------------------------------------------------------------------------------
 
 
@@ -386,12 +254,11 @@ def summary(study: Study) -> list[str]:
     about = subject(study)
     if about is None:
         return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
-    first = next(iter(advice(study)), None)
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
-    if first:
-        kind = "First recommendation" if first.sure else "First to be measured"
-        judged = f"; quality: {first.quality}" * (first.status == FASTER)
-        told[-1] = f"{kind}: {first.title} (`{first.recommended}`), {first.expected}{judged}."
+    if first := next(iter(advice(study)), None):
+        kind = "First recommendation" if first.status == FASTER else "First to be measured"
+        judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
+        told[-1] = f"{kind}: {first.title} (`{first.recommended}`), speed {first.expected}{judged}."
     rows = [t for t in targets(study, about) if t.status != NO_TARGET]
     text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
     for status in (MISSED, UNKNOWN):
@@ -439,7 +306,7 @@ def targets(study: Study, about: Subject) -> list[Target]:
     memory, of = _memory(about)
     first = next((a for a in advice(study) if a.status == FASTER), None)
     known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
-    settled = bool(known) and NOT_RESOLVED not in known
+    settled = bool(known) and INCONCLUSIVE not in known
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
     held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
     return [
@@ -515,20 +382,8 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
-    ranked = [
-        {
-            "": str(i),
-            "Change": a.title,
-            "Impact": a.impact,
-            "Expected speed": a.expected,
-            "Rests on": a.status,
-            "Quality": a.quality_word,
-            "Why": a.rationale,
-            "Command": a.command,
-        }
-        for i, a in enumerate(found, 1)
-    ]
+    peak = roofline(study, about)
+    met = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
         study=study,
@@ -537,20 +392,17 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         seen=rank_zero(about.profile),
         taken=about.taken,
         advice=found,
-        declined=declined(study),
+        declined=[a for a in considered(study) if not a.listed],
         summary=summary(study),
-        phases=grid(bd.table(about.taken)),
+        phases=tables.markdown(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
-        splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
         pictures=pictures,
-        ranked=grid(ranked),
+        ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
-        targets=grid(
-            [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
-        ),
+        targets=tables.markdown(met),
         bands=TARGETS,
         budget=bd,
         phrases=phrases,

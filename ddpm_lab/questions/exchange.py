@@ -14,14 +14,13 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
 
 QUESTION = Question(title="How should ranks exchange gradients?", file="exchange", trains=True)
 
-BASELINE = "default"
+BASELINE, NO_EXCHANGE = "default", "no exchange (no training)"
 _SETTINGS: dict[str, dict[str, Any]] = {
     NO_EXCHANGE: {"enabled": False},
     "bf16 hook": {"hook": "bf16"},

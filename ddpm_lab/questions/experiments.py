@@ -10,25 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, cohorts, note, read_study, study
+from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, Experiment
 from ddpm_lab.questions.ask import answer, every_question, questions
+from ddpm_lab.questions.changes import combination as together
 from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
-from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
-SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
+SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
 LAST = "batch_size"
 """Measured by the recommendation too, in the preset ``full``."""
@@ -69,25 +69,19 @@ def run(
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
-    """Every cohort of this machine and of the code measured last that answers a question; the latest last."""
+def measured_here(name: str, output_dir: str | Path | None) -> Study:
+    """The records of this machine that answer a question; a study without records where there are none."""
     output, here = output_folder(output_dir), hardware.machine().key
-
-    def mine(heads: Sequence[Head]) -> list[Head]:
-        found = [h for h in of_training(heads, None) if (h.experiment, h.machine.key) == (name, here)]
-        latest = set(cohorts(found))
-        return [h for h in found if h.cohort in latest]
-
-    records, damaged = Ledger(output / LEDGER).read(mine)
-    note(damaged)
-    return [study(records, name, cohort=cohort, output_dir=output) for cohort in cohorts(records)]
+    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
+    if not any((h.experiment, h.machine.key) == (name, here) for h in heads):
+        return study([], name, output_dir=output)
+    return _stored(name, output, None, here)
 
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine that answer a question, or else the latest that came with the checkout."""
-    here, heads = hardware.machine().key, of_training(Ledger(output / LEDGER).heads()[0], None)
-    if any((h.experiment, h.machine.key) == (name, here) for h in heads):
-        return _stored(name, output, None, here)
+    if (mine := measured_here(name, output)).records:
+        return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
     told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
     if not told:
@@ -134,7 +128,6 @@ def recommendation(
     *,
     preset: str = "quick",
     minutes: float | None = None,
-    train_images: int | None = None,
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
@@ -146,12 +139,10 @@ def recommendation(
     ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
     all questions came to. ``full`` first measures the largest batch that fits. What is recommended is written into
     ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where
-    that is asked for. ``train_images`` are those of the full training that is projected, and ``workload`` is a training
-    of the user's in place of the lab's own; the other settings, and the errors, are those of ``recommend.recommend``.
+    that is asked for. ``workload`` is a training of the user's in place of the lab's own; the other settings, and the
+    errors, are those of ``recommend.recommend``.
     """
     choice("preset", preset, PRESETS)
-    if train_images is not None:
-        whole("train_images", train_images, 1)
     output, reads = output_folder(output_dir), ledger is not None or machine is not None
     if not reads and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
@@ -171,7 +162,6 @@ def recommendation(
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
             return answer(study([], RECOMMENDATION, output_dir=output))
     shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
-    shown = dataclasses.replace(shown, train_images=train_images)
     if not reads:
         write_settings(shown)
     return answer(shown)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
-STRAGGLER, OVERLAPPED = "slowest rank", "overlapped communication"
+STRAGGLER = "slowest rank"
 TOTAL, INTERACTION, LOSS = "sum of the parts", "interaction", "loss"
 IDEAL, MEASURED, ALL_OFF = "ideal", "measured", "exchange, loading off"
 _WAIT = "seconds that the other ranks wait for the slowest"
@@ -113,8 +113,6 @@ class Split:
     """
 
     family: str
-    unit: str
-    ranks: int
     batch: int
     parts: tuple[Part, ...]
     others: tuple[Part, ...]
@@ -149,51 +147,50 @@ def splits(study: Study) -> list[Split]:
     for r in study.records:
         if r.family.endswith(plan.LOST) and r.role in ("baseline", "candidate", "note"):
             groups.setdefault((r.family, r.baseline_id), []).append(r)
-    return [found for records in groups.values() if (found := _split(records, study.records)) is not None]
+    return [found for records in groups.values() if (found := _split(records)) is not None]
 
 
-def _split(records: Sequence[RunRecord], every: Sequence[RunRecord]) -> Split | None:
-    """Split the loss of a family; ``every`` holds the profile of all ranks too."""
+def _split(records: Sequence[RunRecord]) -> Split | None:
+    """Split the loss of a family."""
     sets = _sets(records)
     off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF)
     trained = next((r for r in records if r.config.world_size > 1 and r.label not in off), None)
     if trained is None or not sets:
         return None
-    n, cpu = trained.config.world_size, trained.config.device == "cpu"
+    many, n, cpu = trained.label, trained.config.world_size, trained.config.device == "cpu"
     unit = phrases.plural(n, "rank" if cpu else "GPU")
     times = [_times(found) for found in sets]
     alone = [found[plan.ALL_OFF] for found in sets if plan.ALL_OFF in found]
     for t, share in zip((t for t in times if plan.ALL_OFF in t), straggler.excess_shares(alone), strict=True):
         t[_WAIT] = share * t[plan.ALL_OFF]
-    terms = _terms(trained.label, n, cpu=cpu)
-    total, loss = _sum(*(counted for *_, counted in terms)), {trained.label: 1, plan.ONE_RANK: -1 / n}
+    terms = _terms(many, n, cpu=cpu)
+    total, loss = _sum(*(counted for *_, counted in terms)), {many: 1, plan.ONE_RANK: -1 / n}
     others = [
-        _part(times, *row)
-        for row in (
-            (TOTAL, "", total),
-            (INTERACTION, "the loss less the sum", _sum(loss, total, sign=-1)),
-            (LOSS, "measured less ideal", loss),
-            (IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
-            (MEASURED, f"{unit} as they train", {trained.label: 1}),
-            (ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
-        )
+        _part(times, TOTAL, "", total),
+        _part(times, INTERACTION, "the loss less the sum", _sum(loss, {k: -factor for k, factor in total.items()})),
+        measured := _part(times, LOSS, "measured less ideal", loss),
+        _part(times, IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
+        _part(times, MEASURED, f"{unit} as they train", {many: 1}),
+        _part(times, ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
     ]
-    doubt, known = "", next(p.sets for p in others if p.name == LOSS)
+    doubt = ""
     if any(r.mechanism_only for r in records):
         doubt = MECHANISM_ONLY
-    elif 0 < known < decisions.LEAST_SETS:
-        doubt = f"{phrases.plural(known, 'set')} only: a claim needs {decisions.LEAST_SETS}"
+    elif 0 < measured.sets < decisions.LEAST_SETS:
+        doubt = f"{phrases.plural(measured.sets, 'set')} only: a claim needs {decisions.LEAST_SETS}"
     slowest = "" if doubt else straggler.named(alone)
     parts = []
     for name, how, counted in terms:
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
         # What needs the wait rests on a choice, of the slowest among the ranks.
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
-    profile = replace(trained.config, purpose="profile").run_id
-    family, batch = trained.family.removesuffix(plan.LOST), trained.config.global_batch_size
-    others.append(_overlapped([r for r in every if r.run_id == profile], parts[0]))
-    common: dict[str, Any] = {"family": family, "unit": unit, "ranks": n, "batch": batch, "doubt": doubt}
-    return Split(parts=tuple(parts), others=tuple(others), **common)
+    return Split(
+        family=trained.family.removesuffix(plan.LOST),
+        batch=trained.config.global_batch_size,
+        parts=tuple(parts),
+        others=tuple(others),
+        doubt=doubt,
+    )
 
 
 def _terms(many: str, n: int, *, cpu: bool) -> list[tuple[str, str, Times]]:
@@ -215,12 +212,12 @@ def _terms(many: str, n: int, *, cpu: bool) -> list[tuple[str, str, Times]]:
     ]
 
 
-def _sum(first: Times, *others: Times, sign: int = 1) -> Times:
-    """Add up factors, those after the first times ``sign``; a factor of 0 stays, since all must be measured."""
-    total = dict(first)
-    for counted in others:
+def _sum(*terms: Times) -> Times:
+    """Add up factors; a factor of 0 stays, since all must be measured."""
+    total: dict[str, float] = {}
+    for counted in terms:
         for label, factor in counted.items():
-            total[label] = total.get(label, 0.0) + sign * factor
+            total[label] = total.get(label, 0.0) + factor
     return total
 
 
@@ -263,18 +260,7 @@ def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
     return ""
 
 
-def _overlapped(profiles: Sequence[RunRecord], exposed: Part) -> Part:
-    """What of the exchange is not exposed, by the spans of the rank that waits least for others in a profile."""
-    profile = next((r.profile for r in reversed(profiles) if r.profile), None) or {}
-    ranks = (profile.get("budget") or {}).get("ranks") or []
-    spans = [span["seconds"] for r in ranks if (span := r["unsynchronised"]["spans"].get("communication"))]
-    seconds = min(spans, default=math.nan)
-    value, high, low = (max(seconds - x, 0.0) for x in (exposed.value, *exposed.ends))  # in this order NaN stays NaN
-    how = "the exchange in a profile, less what is exposed"
-    return Part(name=OVERLAPPED, how=how, value=value, low=low, high=high, sets=exposed.sets if spans else 0)
-
-
-# --- sentence, table, figure ------------------------------------------------------------------------------------------
+# --- table, figure ----------------------------------------------------------------------------------------------------
 
 
 def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
@@ -288,22 +274,6 @@ def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
         for x in (part.value, *part.ends)
     )
     return f"{value} ms ({low} to {high})" if part.exists else f"{value} ms"
-
-
-def sentence(split: Split) -> str:
-    """Say what is lost, to what, and whether the split holds."""
-    if split.doubt == MECHANISM_ONLY:
-        return f"{split.unit} for a batch of {split.batch}: {MECHANISM_ONLY}."
-    text = f"{split.unit} take {_milliseconds(split, split[MEASURED])} for a batch of {split.batch}"
-    text += f"; one rank's time divided by {split.ranks} is {_milliseconds(split, split[IDEAL])}."
-    lost = _milliseconds(split, split[LOSS])
-    if split.doubt:
-        return f"{text} {phrases.begun(split.doubt)}, so no loss is claimed."
-    if not split.claimed:
-        return f"{text} No loss is resolved: {lost}."
-    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {_milliseconds(split, p)}" for p in split.largest]
-    text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
-    return text if split.reliable else f"{text} The split is unreliable: its interaction is above a third of the loss."
 
 
 def table(found: Sequence[Split]) -> Table:

@@ -1,31 +1,43 @@
-"""Do more ranks or GPUs train faster? Strong and weak scaling."""
+"""Do more ranks or GPUs train faster? Strong and weak scaling, and whether one or several should be used."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
+from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import machine_state, phrases
+from ddpm_lab.explain import decisions, findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.figure_ratios import measured, projection, timed
-from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
+from ddpm_lab.questions import experiments
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.questions.question import Question
-from ddpm_lab.training.setting import CPU_PRECISIONS, Batches, Precision, Setup, Workers, WorldSizes
+from ddpm_lab.training.setting import (
+    CPU_PRECISIONS,
+    Batches,
+    Precision,
+    Setup,
+    Workers,
+    WorldSizes,
+    check_ranks,
+    usual_device,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +71,7 @@ def multi_gpu(
     ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
-    families, left_out, profiles = [], [], []
+    families, left_out = [], []
     settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
         if scaling != "weak":
@@ -84,12 +96,10 @@ def multi_gpu(
             families.append(_mechanism(setup, precision))
     if setup.splits_scaling(lost_scaling) and (split := lost.lost_scaling(setup, ranks, batches, settings)):
         families.append(split)
-        label, config = split.candidates[0]
-        profiles.append((split.name, label, replace(config, purpose="profile")))
     elif lost_scaling and (ranks or world_sizes is not None):
         sizes = ", ".join(map(str, batches))
         raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
-    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
+    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
@@ -132,7 +142,6 @@ def answer(study: Study) -> Answer:
         return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
     splits = lost.splits(study)
-    where = " ".join(["Where the lost scaling went.", *map(lost.sentence, splits)])
     drawn = (
         ("speedup", "Speed-up and parallel efficiency against the number of ranks.", by_ranks),
         ("batch", "Time for 50,000 images against the batch size.", by_batch),
@@ -142,10 +151,10 @@ def answer(study: Study) -> Answer:
     views = (
         *(View(caption=caption, name=name, figure=partial(draw, study)) for name, caption, draw in drawn),
         *trained_views(study),
-        View(caption=where, table=lambda: lost.table(splits)),
+        View(caption=f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
-    found = compared(study, rows=rows, own=partial(_efficiency_notes, study))
+    found = findings.compared(study, rows=rows, own=partial(_efficiency_notes, study))
     kinds = [r if r.scaling == "weak" else replace(r, family=f"{r.family}, strong scaling") for r in rows]
     return speeds(study, found, rows=kinds, columns=columns, views=views)
 
@@ -307,3 +316,157 @@ def over_the_run(study: Study) -> Figure | None:
     title = "Memory over the run" if len(plots) == 1 else "Memory, clock and power over the run"
     note = "One window of every configuration is a turn. Each set has new processes, so lines begin anew."
     return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None
+
+
+# --- one rank or several ----------------------------------------------------------------------------------------------
+
+USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
+"""Network and global batch size by kind of device, where neither was said."""
+SINGLE, MULTI, MEASURE, PRIOR = "single", "multi", "measure", "prior, not measured"
+PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
+"""Trained parameters of each network, which do not depend on the size of its images."""
+_VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "data_sha256", "image_size", "seed"}
+_PRIOR = (
+    (1_000_000, math.inf, SINGLE, "the model is too small, below 1,000,000 parameters"),
+    (5_000_000, 128, SINGLE, "below 5,000,000 parameters with a batch below 128"),
+    (5_000_000, math.inf, MEASURE, "below 5,000,000 parameters with a batch of at least 128, only measuring tells"),
+    (10_000_000, math.inf, MEASURE, "between 5,000,000 and 10,000,000 parameters only measuring tells"),
+    (math.inf, 64, SINGLE, "the batch is below 64: increase it for several"),
+    (math.inf, math.inf, MULTI, "at least 10,000,000 parameters with a batch of at least 64"),
+)
+"""S003's strategy selector: the first row that has more parameters and a larger batch answers, for its reason."""
+
+
+class NoRanksError(ConfigError):
+    """Several ranks were asked for where there can be only one: nothing is wrong but the machine."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Whether one rank or several should train a network at a batch, and why.
+
+    ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule leaves it to a measurement).
+    ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
+    Ratio, interval and sets are those of the comparison behind it.
+    """
+
+    answer: str
+    reason: str
+    source: str
+    network: str | None
+    parameters: int
+    batch: int
+    device: str
+    measured_batch: int | None = None
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    sets: int = 0
+
+    def sentence(self) -> str:
+        """Give the answer in one sentence, with its reason and what it rests on."""
+        work = f"{self.network or 'a network'} ({self.parameters:,} parameters), batch {self.batch}"
+        return f"{self.answer} for {work}{', fp32' * (self.measured_batch is not None)}: {self.reason} [{self.source}]"
+
+    def way_out(self) -> str:
+        """Return the command that measures what is not known at this batch; empty where it was measured."""
+        asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
+        if self.answer == decisions.INCONCLUSIVE:
+            return f"{asked} --resolution 2%"
+        return asked if self.measured_batch != self.batch else ""
+
+
+def prior(parameters: int, batch: int) -> tuple[str, str]:
+    """Answer and reason by the thresholds of S003, which know neither machine nor network."""
+    return next((answer, why) for most, largest, answer, why in _PRIOR if parameters < most and batch < largest)
+
+
+def strategy(
+    *,
+    network: str | None = None,
+    parameters: int | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+) -> Strategy:
+    """One rank or several for a network and a global batch size, with the reason.
+
+    The records of this machine decide; where they hold nothing of this network, published thresholds do, and the
+    answer says so. A network given by its number of ``parameters`` is one of the lab's if the numbers agree. None is
+    what is usual for the device. Raises ConfigError for a value that cannot be, or where scipy is missing.
+    """
+    if missing := missing_to_explain():
+        raise ConfigError(f"weighing records needs {missing}, which is not installed here: install it first")
+    device = usual_device(device)
+    choice("device", device, DEVICES)
+    check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())
+    usual_network, usual_batch = USUAL[device]
+    batch = usual_batch if batch_size is None else batch_size
+    whole("batch_size", batch, 1)
+    if parameters is None:
+        network = network or usual_network
+        choice("network", network, NETWORKS)
+        parameters = PARAMETERS[network]
+    else:
+        whole("parameters", parameters, 1)
+        network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
+    measured = experiments.measured_here("multi_gpu", output_dir)
+    return decide(measured, network=network, parameters=parameters, batch=batch, device=device)
+
+
+def decide(study: Study, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
+    """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
+
+    Comparisons at this batch decide, else those at the nearest.
+    """
+    common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
+    found = [
+        r
+        for r in scaling_rows(study)
+        if r.scaling == "strong" and r.sets and r.role == "candidate"
+        if (r.config.network, r.config.device) == (network, device)
+        if r.config.differences(RunConfig()).keys() <= _VARIES
+    ]
+    if not found:
+        answer, reason = prior(parameters, batch)
+        return Strategy(answer=answer, reason=reason, source=PRIOR, **common)
+    nearest = min((r.batch for r in found), key=lambda b: (abs(math.log(b / batch)), b))
+    last = [r for r in found if r.batch == nearest][-1]
+    several = [r for r in found if r.baseline_id == last.baseline_id]
+    faster = [r for r in several if r.verdict == decisions.FASTER]
+    lead = max(faster or several, key=lambda r: r.ratio.value)
+    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
+    if not faster and not all(r.answered for r in several):
+        answer, pair = decisions.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
+        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"
+    return Strategy(
+        answer=answer,
+        reason=reason,
+        source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
+        measured_batch=nearest,
+        ratio=lead.ratio.value,
+        low=lead.ratio.low,
+        high=lead.ratio.high,
+        sets=lead.sets,
+        **common,
+    )
+
+
+def most_ranks(device: str) -> tuple[int, str]:
+    """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
+    count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
+    if (cluster := current()) is None:
+        return count, f"this machine has {count} {unit}"
+    hosts = len(cluster.hosts)
+    most = hosts * min(count, cluster.node_size)
+    return most, f"this job has room for {phrases.plural(most, 'rank')} on {phrases.plural(hosts, 'host')}"
+
+
+def several_ranks(device: str) -> int:
+    """How many ranks several are where nobody says: all GPUs, or two on a CPU; raises NoRanksError for one device."""
+    most, have = most_ranks(device)
+    if most < 2:
+        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
+    return most if device == "cuda" else 2

@@ -158,10 +158,6 @@ def _name(config: RunConfig) -> str:
     return ", ".join([config.precision, kernels, *(["compiled"] if config.compile != "off" else [])])
 
 
-class _BestFailed(Exception):  # noqa: N818 - what the contest ends with
-    """The fastest so far, on which all others are measured, is gone."""
-
-
 class _Contest:
     """The candidates one after the other, each against the fastest so far; ``plain`` runs first, chosen or not.
 
@@ -172,20 +168,20 @@ class _Contest:
 
     def __init__(self, choices: Mapping[str, RunConfig], plain: RunConfig, threads: int, progress: Say) -> None:
         self.choices, self.plain, self.threads, self.progress = choices, plain, threads, progress
-        self.candidates = {_name(plain): plain, **choices}
         self.used, self.seconds, self.began = 0.0, SECONDS, time.monotonic()
-        self.best: tuple[str, Group, float] | None = None
         self.times: dict[str, float] = {}
         self.failed: list[str] = []
         self.lasting = True
 
     def run(self, steps: int) -> str | None:
         """The fastest choice for a training of so many steps; None where nothing was compared."""
-        if len(self.candidates) == 1:
+        candidates = {_name(self.plain): self.plain, **self.choices}
+        best, best_name, step = None, "", 0.0  # the fastest so far, and seconds of its step
+        if len(candidates) == 1:
             return None
         with ExitStack() as stack:
-            for number, (name, candidate) in enumerate(self.candidates.items()):
-                if self.best and self.used >= self.seconds:
+            for number, (name, candidate) in enumerate(candidates.items()):
+                if best and self.used >= self.seconds:
                     self.failed.append(f"{name} not tried for want of time")
                     continue
                 self.progress(f"probing settings: {name}")
@@ -194,19 +190,29 @@ class _Contest:
                 try:
                     group = Group(candidate, threads=self.threads, starting=without_sigterm, **quiet)
                     stack.enter_context(group)
-                    if self.best:
-                        self._challenge(name, group, len(self.candidates) - number)
-                    elif not self._first(name, group, steps):
-                        return None
-                except _BestFailed:
-                    return None
+                    if best is None:
+                        step = min(self._step(group), self._step(group))
+                        self.seconds = max(SECONDS, PLAIN_STEPS * step)
+                        best, best_name, self.times[name] = group, name, 1.0
+                        if step * steps < WORTH * SECONDS or not _room_for_two(group):
+                            return None
+                        continue
+                    first = self._step(group, silence=2 * HOPELESS * step + STARTING_SECONDS)
+                    ratio = self._against(best, group, step, first, len(candidates) - number)
                 except GroupFailed as problem:
-                    slow = bool(self.best) and problem.status == "timed out"
+                    slow = best is not None and problem.status == "timed out"
                     self.lasting &= slow or problem.status == "unsupported"
                     why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
                     self.failed.append(f"{name} {why}")
                     if group:
                         group.kill()
+                    continue
+                if ratio is None:  # the best failed, on which all others are measured
+                    return None
+                self.times[name] = self.times[best_name] * ratio
+                (best if ratio < 1 else group).kill()
+                if ratio < 1:
+                    best, best_name, step = group, name, step * ratio
         return min((name for name in self.times if name in self.choices), key=self.times.__getitem__, default=None)
 
     def told(self, chosen: str) -> str:
@@ -222,32 +228,17 @@ class _Contest:
         took = time.monotonic() - self.began
         return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*found, *self.failed])}"
 
-    def _first(self, name: str, group: Group, steps: int) -> bool:
-        """Take the first group that runs as the best so far; False where a probe is not worth while, or has no room."""
-        step = min(self._step(group), self._step(group))
-        self.seconds = max(SECONDS, PLAIN_STEPS * step)
-        self.best, self.times[name] = (name, group, step), 1.0
-        return step * steps >= WORTH * SECONDS and _room_for_two(group)
-
-    def _challenge(self, name: str, group: Group, waiting: int) -> None:
-        """Measure a group against the best so far, and keep the faster one of the two."""
-        assert self.best
-        best, other, step = self.best
-        first = self._step(group, silence=2 * HOPELESS * step + STARTING_SECONDS)
-        ratio = self._against(other, group, step, first, waiting)
-        self.times[name] = self.times[best] * ratio
-        if ratio < 1:
-            self.best = name, group, step * ratio
-        (other if ratio < 1 else group).kill()
-
     def _step(self, group: Group, steps: int = 1, silence: float = SILENCE_SECONDS) -> float:
         """Seconds of a step of the slowest rank."""
         seconds = max(float(report["seconds"]) for report in group.advance(steps, silence, "probing"))
         self.used += seconds
         return seconds / steps
 
-    def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float:
-        """How many times as long the other takes, by turns with the best until that is sure or its time is up."""
+    def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float | None:
+        """How many times as long the other takes, by turns with the best until that is sure or its time is up.
+
+        None where the best fails.
+        """
         if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
@@ -256,8 +247,8 @@ class _Contest:
         while not mine or (self.used < ends and not _sure(mine, theirs)):
             try:
                 mine.append(self._step(best, count))
-            except GroupFailed as problem:
-                raise _BestFailed from problem
+            except GroupFailed:
+                return None
             theirs.append(self._step(other, count))
         return min(theirs) / min(mine)  # of few turns the least disturbed ones
 

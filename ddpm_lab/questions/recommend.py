@@ -21,12 +21,11 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
-from ddpm_lab.plan import RECOMMENDATION, SEARCH
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, Cell, Space
 from ddpm_lab.questions import search
 from ddpm_lab.questions.planning import Measured, Planned, plan_question
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import Cell, Space
 
 MOST_SETS = 60
 """Of a search; it ends before where little is left to be found, or the time is over. ``smoke`` has one."""
@@ -45,16 +44,15 @@ def recommend(
     seeds: Annotated[int | None, Opt("trials of what is found, from so many seeds (default: none; full: 8)")] = None,
     images: Annotated[int | None, Opt("images that each trial trains on (default: the preset's)")] = None,
     only: Mapping[str, Sequence[object]] | None = None,
-    any_batch: Annotated[bool, Opt("search any batch size (default: those that trials call not worse)")] = False,
     global_batch_size: int | None = None,
     **settings: Any,
 ) -> Measured:
     """Search, then measure baseline, winner and the steps between them in sets of their own.
 
     ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
-    the time of all of it. ``only``, ``any_batch`` and ``global_batch_size`` say what is searched (see ``search``);
-    ``sets``, ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``,
-    else no trials. The other settings, and the errors, are those of ``planning.plan_question``.
+    the time of all of it. ``only`` and ``global_batch_size`` say what is searched (see ``search``); ``sets``,
+    ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``, else no
+    trials. The other settings, and the errors, are those of ``planning.plan_question``.
     """
     if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
         raise ConfigError(
@@ -62,7 +60,7 @@ def recommend(
             f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
         )
     ends = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
-    asked: dict[str, Any] = {"only": only, "any_batch": any_batch, "global_batch_size": global_batch_size}
+    asked: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
     planned = plan_question(SEARCH, preset=preset, **asked, **settings)
     space = planned.campaign.experiment.space
     if space is None:  # of the user's training, which does its own steps

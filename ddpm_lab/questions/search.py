@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.config import RunConfig
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Experiment, Family, Plan, Trial
+from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Cell, Experiment, Family, Plan, Space, Trial, Value
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, set_log_ratio
-from ddpm_lab.space import BATCH, Cell, Space, Value
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
 SEARCH_PLAN = Plan(turns=6)
@@ -41,7 +40,6 @@ def search(
     *,
     global_batch_size: Batch = None,
     only: Mapping[str, Sequence[object]] | None = None,
-    any_batch: bool = False,
 ) -> Experiment:
     """Every combination of settings that can apply here; the first value of each makes the baseline, a plain step.
 
@@ -58,7 +56,7 @@ def search(
     settings = _only(able, only or {}, left_out)
     base = setup.config(**{name: new for values in settings.values() for name, new in values[0].changes.items()})
     told, guess = tuple(left_out.items()), _guess(settings, setup)
-    space = Space(baseline=base, settings=settings, guess=guess, left_out=told, any_batch=any_batch)
+    space = Space(baseline=base, settings=settings, guess=guess, left_out=told)
     others = tuple((space.changed(cell), config) for cell, config in space.cells.items())[1:]
     if not others:
         raise ConfigError("only leaves one value of every setting: nothing is left to be searched; give more values")
@@ -335,14 +333,14 @@ def race(
 def admissible(space: Space, verdict: Callable[[RunConfig], str]) -> list[Cell]:
     """Return the cells that may win, by the ``verdict`` of trials on a configuration's quality.
 
-    Nothing that is worse, in all or by any of its values alone; and, unless the space takes any batch, another batch
-    only where it is known to learn as much from as many images.
+    Nothing that is worse, in all or by any of its values alone; and another batch only where it is known to learn as
+    much from as many images.
     """
     verdicts = {cell: verdict(config) for cell, config in space.cells.items()}
 
     def may(cell: Cell, place: int, name: str) -> bool:
         alone = verdicts.get(tuple(value if i == place else 0 for i, value in enumerate(cell)), "")
-        return alone in NOT_WORSE if name == BATCH and not space.any_batch else alone != WORSE
+        return alone in NOT_WORSE if name == BATCH else alone != WORSE
 
     names = list(enumerate(space.settings))
     return [c for c, word in verdicts.items() if word != WORSE and all(may(c, i, n) for i, n in names if c[i])]
