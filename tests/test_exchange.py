@@ -19,7 +19,6 @@ from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import Family
 from ddpm_lab.questions import recommendation
-from ddpm_lab.questions.all_reduce import all_reduce, bus_bandwidth, exchanges, label, message_bytes
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.exchange import BASELINE, exchange

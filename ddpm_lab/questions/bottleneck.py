@@ -26,10 +26,9 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.explain.table import markdown as grid
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions import lost_scaling, torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
-from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.recommendation import single
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores

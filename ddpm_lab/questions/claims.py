@@ -21,10 +21,9 @@ from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.alone import WORKLOAD
-from ddpm_lab.plan import Experiment, Family, Trial, scaling
+from ddpm_lab.plan import Experiment, Family, Question, Trial, scaling
 from ddpm_lab.questions import faults, torch_compile
 from ddpm_lab.questions.faults import FAULTS, Records, readings
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup
 
 QUESTION = Question(title="Which published claims hold here?", file="09_claims", long=True)

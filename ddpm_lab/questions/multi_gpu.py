@@ -21,10 +21,9 @@ from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
+from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family, Question
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import CPU_PRECISIONS, Batches, Precision, Setup, Workers, WorldSizes
 
 if TYPE_CHECKING:

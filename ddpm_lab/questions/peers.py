@@ -25,9 +25,8 @@ from ddpm_lab.explain.findings import ANSWERED, FAILED, Finding, about, common_n
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
+from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import Experiment
+from ddpm_lab.plan import Experiment, Question
 from ddpm_lab.questions import bottleneck
-from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 

@@ -25,8 +25,7 @@ from ddpm_lab.explain.figure_ratios import band
 from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
-from ddpm_lab.questions.question import Question
+from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial, scaled
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 

@@ -29,10 +29,9 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family, Question
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import beside as batch_sizes
-from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.record import LedgerError
 from ddpm_lab.settings_file import OWN as OF_A_RUN

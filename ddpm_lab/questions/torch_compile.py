@@ -17,9 +17,8 @@ from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
 
 if TYPE_CHECKING:
