@@ -305,7 +305,7 @@ def test_the_question_shows_the_parts_which_are_no_comparisons_of_its_own() -> N
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of = study(scaling(), measured(communication=4.0))
     experiment = SimpleNamespace(name="multi_gpu", configurations=())
-    answered = SimpleNamespace(experiment=experiment, measured_sets=0, ledger="", output_dir=tmp_path, completed=True)
+    answered = SimpleNamespace(experiment=experiment, measured_sets=0, ledger="", output=tmp_path, completed=True)
     monkeypatch.setattr(planning, "plan_question", lambda *_, **__: SimpleNamespace(measure=lambda: answered))
     monkeypatch.setattr(experiments, "undecided", lambda one: one)
     monkeypatch.setattr(experiments, "study_of", lambda _: of)

@@ -26,8 +26,8 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.questions import agenda
 from ddpm_lab.questions import calibrate as calibration
+from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import every_question
 from ddpm_lab.reports.notebooks import NUMBERED, ReportError, choose, execute, load
 from ddpm_lab.training.own_workload import check_brought, check_name
@@ -222,7 +222,7 @@ class _Run:
             self.say(names[name].stem if name in names else name, line)
 
         try:
-            agenda.measure(asked, seconds=seconds, say=say)
+            experiments.measure_all(asked, seconds=seconds, say=say)
         except ConfigError as error:
             least = str(error).partition(": ")[2]
             spent = f"minutes is {self.seconds / 60:.2g}, and the pages take {pages_take / 60:.2g}"
