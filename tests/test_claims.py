@@ -30,8 +30,7 @@ from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.questions import ask as questions
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, claims, judged
-from ddpm_lab.questions.faults import FAULTS, Reading, readings
+from ddpm_lab.questions.claims import CONFIRMED, FAULTS, REFUTED, UNTESTABLE, Judged, Reading, claims, judged, readings
 from ddpm_lab.record import Machine, RunRecord
 
 HERE = setup()

@@ -21,7 +21,15 @@ from ddpm_lab.plan import Family
 from ddpm_lab.questions import recommendation
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.bottleneck import NO_EXCHANGE
-from ddpm_lab.questions.exchange import BASELINE, exchange
+from ddpm_lab.questions.exchange import (
+    BASELINE,
+    all_reduce,
+    bus_bandwidth,
+    exchange,
+    exchanges,
+    label,
+    message_bytes,
+)
 
 BASE = RunConfig(world_size=2)
 ALPHA, BETA = 2e-4, 1e-9

@@ -342,11 +342,9 @@ def test_the_simulated_rule_is_the_one_that_judges() -> None:
         assert (outcome(answer(one), 0.03).status == gate.SLOWER) == (called and bool(row.ratio.high < 0.97))
 
 
-def test_the_summary_is_a_table_of_what_was_decided() -> None:
+def test_the_summary_says_what_was_decided_and_what_it_rests_on() -> None:
     one = study(0.8)
     judged = outcome(answer(one), 0.03)
-    head, names, rule, values = (line for line in summary(answer(one), judged, 0.03).splitlines()[:5] if line)
-    assert head == f"### {judged.sentence}"
-    assert names.count("|") == rule.count("|") == values.count("|") == 6
-    for word in ("failed", "0.80", "8 sets", "3 %", "not measured"):
-        assert word in values
+    shown = summary(answer(one), judged)
+    assert shown.startswith(f"### {judged.sentence}\n")
+    assert all(word in shown for word in ("0.80", "8 sets", "not measured"))

@@ -74,7 +74,7 @@ def fetched(text: str) -> list[str]:
 def unmeasured() -> Iterator[None]:
     """Nothing is measured for notebooks that are thrown away."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agenda, "measure", lambda *_, **__: 0)
+        patch.setattr(experiments, "measure_all", lambda *_, **__: 0)
         yield
 
 
