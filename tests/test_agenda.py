@@ -114,12 +114,6 @@ def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Labo
     assert lab.times(PRIMARY) == pytest.approx(times)
 
 
-def test_a_question_gets_no_less_than_is_worth_its_start(lab: Laboratory) -> None:
-    lab.add("a", "b", "c", "d")
-    lab.measure(20)
-    assert (set(lab.times(PRIMARY).values()), set(lab.times(OTHERS).values())) == ({experiments.LEAST_SECONDS}, {1.0})
-
-
 def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:
     lab.add("all_there", complete=True)
     lab.add("multi_gpu", "workers", "amp")

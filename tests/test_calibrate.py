@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -17,7 +16,6 @@ import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import pages
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member
@@ -158,24 +156,6 @@ def test_disturbed_sets_do_not_count_and_are_told() -> None:
     assert judged(limited).as_dict()["threads"] == 1
 
 
-def test_noise_and_drift_are_told_as_planted() -> None:
-    records = calibrated(set_noise=0.02, turn_noise=0.0, drift=0.0, count=200)
-    found = judged(records)
-    assert found.noise == pytest.approx(0.02, rel=0.15)
-    assert abs(found.drift_per_minute[0]) < 0.001
-    starts = [r.environment.date for r in records]
-    assert starts == sorted(starts)
-    slowing = [
-        replace(r, windows=tuple(replace(w, seconds=w.seconds * math.exp(0.01 * i / 18)) for w in r.windows))
-        for i, r in enumerate(records)  # three records a set, six sets a minute: 1 % a minute
-    ]
-    drifted = judged(slowing)
-    slope, low, high = drifted.drift_per_minute
-    assert slope == pytest.approx(-0.01)
-    assert low <= slope <= high
-    assert drifted.noise == pytest.approx(found.noise, rel=0.05), "drift is shared by all and no noise of a ratio"
-
-
 def test_nothing_is_made_up_of_few_sets() -> None:
     for records in (calibrated(), calibrated(count=1), calibrated(1.0, twin=1.1)):
         found = judged(records)
@@ -187,14 +167,3 @@ def test_nothing_is_made_up_of_few_sets() -> None:
     assert set(judged(calibrated(count=1)).resolvable.values()) == {None}
     assert calibration(calibrated()[:2]) is None
     assert calibrations([]) == []
-
-
-def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
-    found = judged(calibrated())
-    target = tmp_path / "index.html"
-    pages.write_index([], target)
-    assert "ddpm-lab check --instrument" in target.read_text()
-    pages.write_index([], target, calibration=module.section(found))
-    html = target.read_text()
-    assert f'alt="{found.verdict()}"' in html
-    assert "data:image/png;base64," in html

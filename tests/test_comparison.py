@@ -235,15 +235,3 @@ def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
         found = first_losses(sides(base, other, twin))
         assert found.verdict == verdict
         assert words in found.sentence
-
-
-def test_every_rank_and_every_whole_set_counts() -> None:
-    one = sides(ONE, ONE, ranks=2)
-    last = next(i for i, r in reversed(list(enumerate(one.records))) if r.role == "candidate")
-    witness = {"ranks": [{"first_losses": ONE}, {"first_losses": [1.25, 1.1, 1.06]}]}
-    changed = dataclasses.replace(one.records[last], witness=witness)
-    records = (*one.records[:last], changed, *one.records[last + 1 :])
-    assert first_losses(one).verdict == "identical"
-    assert first_losses(dataclasses.replace(one, records=records)).verdict == "differs"
-    alone = [r for r in one.records if r.role == "baseline"]
-    assert first_losses(make.study(alone)).verdict == "not measured"

@@ -140,9 +140,8 @@ class Reading(NamedTuple):
 
     def factor(self) -> str:
         """Such as "3.07 (2.15 to 4.36)"."""
-        if math.isinf(self.ratio.value):
-            return "the true value is 0"
-        return phrases.with_interval(phrases.significant, self.ratio.value, *self.ratio.ends)
+        text = phrases.with_interval(phrases.significant, self.ratio.value, *self.ratio.ends)
+        return "the true value is 0" if math.isinf(self.ratio.value) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
