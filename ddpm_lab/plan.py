@@ -238,6 +238,29 @@ class Experiment:
         return (*compared, *others) or ((self.asked,) if self.asked else ())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a question declares of itself, so that it needs no entry anywhere else.
+
+    Its name is that of its ``file``, a notebook or figures, without the number. It asks by the function of that name
+    and answers by ``answer``. ``trains`` says whether its configurations can be trained for their quality too, ``long``
+    whether it takes too long to be measured beside others, ``plan`` how a set is measured where that is not as the
+    preset says, and ``asked`` whether ``ddpm-lab run`` measures it.
+    """
+
+    title: str
+    file: str
+    trains: bool = False
+    long: bool = False
+    plan: Plan | None = None
+    asked: bool = True
+
+    @property
+    def name(self) -> str:
+        """Such as "amp" of 03_amp."""
+        return self.file.lstrip("0123456789_")
+
+
 def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
     """``config`` with the learning rate of ``baseline`` times the ratio of their batches (Goyal et al. 2017)."""
     rate = baseline.optimizer.learning_rate * config.global_batch_size / baseline.global_batch_size

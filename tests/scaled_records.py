@@ -10,7 +10,7 @@ from records import CPU, GPUS, on, sets
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.plan import LOST, WEAK
-from ddpm_lab.questions import all_reduce as exchanges
+from ddpm_lab.questions import exchange as exchanges
 from ddpm_lab.record import Machine, RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
@@ -61,7 +61,7 @@ def all_reduces(
     for n in ranks:
         base, *others = (
             RunConfig(
-                workload=exchanges.ALL_REDUCE,
+                workload=exchanges.WORKLOAD,
                 device="cuda" if machine.gpus else "cpu",
                 world_size=n,
                 nodes=nodes,

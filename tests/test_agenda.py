@@ -1,4 +1,4 @@
-"""The agenda of a report: the primary comparisons of all questions before any other, and how the time is divided."""
+"""What a report measures: the primary comparisons of all questions before any other, and how the time is divided."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError, LabError
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
-from ddpm_lab.questions import agenda, experiments
+from ddpm_lab.questions import experiments
 from ddpm_lab.record import LedgerError
 
 SHOWN = [make.environment().date]
@@ -25,23 +26,24 @@ class Question:
         self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False, compiles: int = 0
     ) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
-        self.restarts_as, self.refusal = self, LabError("")
+        self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
+        self.experiment = SimpleNamespace(families=())
         self.campaign = SimpleNamespace(
-            experiment=SimpleNamespace(families=()),
             missing=lambda: not complete,
             compiling_seconds=lambda: compiles * COMPILE_SECONDS,
             look=self.looks.append,
         )
 
-    def measure(self, *, seconds: float, stages: Sequence[str], look: bool) -> Any:
+    def measure(self, *, seconds: float, stages: Sequence[str], look: bool) -> Question:
         assert not look, "all answers are shown at once, at the end"
         if str(self.refusal):
             raise self.refusal
         self.lab.done.append((self.name, "+".join(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
-        return SimpleNamespace(planned=self.restarts_as, measured_sets=len(stages))
+        self.restarts_as.measured_sets = len(stages)
+        return self.restarts_as
 
 
 class Laboratory:
@@ -52,9 +54,9 @@ class Laboratory:
         self.questions: dict[str, Question] = {}
         self.refused: list[str] = []
         self.combined: Question | None = None
-        monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(agenda, "plan_question", self.plan)
-        monkeypatch.setattr(agenda, "environment", make.environment)
+        monkeypatch.setattr(experiments, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(experiments, "plan_question", self.plan)
+        monkeypatch.setattr(hardware, "environment", make.environment)
         monkeypatch.setattr(experiments, "combination", lambda planned: planned.name == "amp" and self.combined)
 
     def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> Question:
@@ -69,7 +71,7 @@ class Laboratory:
 
     def measure(self, seconds: float = 600.0) -> int:
         asked = {name: {"preset": "quick"} for name in self.questions}
-        return agenda.measure(asked, seconds=seconds, say=lambda name, line: self.lines.append((name, line)))
+        return experiments.measure_all(asked, seconds=seconds, say=lambda name, line: self.lines.append((name, line)))
 
     def times(self, stage: str) -> dict[str, float]:
         return {name: seconds for name, mine, seconds in self.done if mine == stage}
@@ -86,7 +88,7 @@ def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Labo
     assert [row[:2] for row in lab.done] == [(name, stage) for stage in (PRIMARY, OTHERS) for name in "abc"]
     assert lab.lines == [(name, "a line") for name in "abcabc"]
     left = 600.0
-    for stage, share in ((PRIMARY, agenda.PRIMARY_SHARE), (OTHERS, 1.0)):
+    for stage, share in ((PRIMARY, experiments.PRIMARY_SHARE), (OTHERS, 1.0)):
         for name, waiting in (("a", 3), ("b", 2), ("c", 1)):
             assert lab.times(stage)[name] == pytest.approx(left * share / waiting)
             left -= left * share / waiting
@@ -110,12 +112,6 @@ def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Labo
     lab.measure(400)
     times = {"a": 400 * 0.75 / 3, "torch_compile": 400 * 0.75 * 2 / 3, "c": 200 * 0.75}
     assert lab.times(PRIMARY) == pytest.approx(times)
-
-
-def test_a_question_gets_no_less_than_is_worth_its_start(lab: Laboratory) -> None:
-    lab.add("a", "b", "c", "d")
-    lab.measure(20)
-    assert (set(lab.times(PRIMARY).values()), set(lab.times(OTHERS).values())) == ({agenda.LEAST_SECONDS}, {1.0})
 
 
 def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:

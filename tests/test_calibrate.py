@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -154,24 +153,6 @@ def test_disturbed_sets_do_not_count_and_are_told() -> None:
     assert calibration(calibrated(count=3, crowded=range(3))) is None
     limited = [replace(r, config=replace(r.config, threads=1)) for r in calibrated()]
     assert judged(limited).as_dict()["threads"] == 1
-
-
-def test_noise_and_drift_are_told_as_planted() -> None:
-    records = calibrated(set_noise=0.02, turn_noise=0.0, drift=0.0, count=200)
-    found = judged(records)
-    assert found.noise == pytest.approx(0.02, rel=0.15)
-    assert abs(found.drift_per_minute[0]) < 0.001
-    starts = [r.environment.date for r in records]
-    assert starts == sorted(starts)
-    slowing = [
-        replace(r, windows=tuple(replace(w, seconds=w.seconds * math.exp(0.01 * i / 18)) for w in r.windows))
-        for i, r in enumerate(records)  # three records a set, six sets a minute: 1 % a minute
-    ]
-    drifted = judged(slowing)
-    slope, low, high = drifted.drift_per_minute
-    assert slope == pytest.approx(-0.01)
-    assert low <= slope <= high
-    assert drifted.noise == pytest.approx(found.noise, rel=0.05), "drift is shared by all and no noise of a ratio"
 
 
 def test_nothing_is_made_up_of_few_sets() -> None:

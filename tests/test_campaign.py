@@ -413,7 +413,7 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: La
     assert found.disturbed == len(crowded)
     assert len(alone) >= 4, "one thread beside a process that takes one core is quiet"
     assert found.measured_sets == len(crowded) + len(alone)
-    assert found.experiment == found.planned.campaign.experiment == ON_ONE_CORE
+    assert found.experiment == ON_ONE_CORE
     assert found.completed
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
     assert any("1 of 2" in line for line in asking.lines)
@@ -431,7 +431,7 @@ def test_cores_are_chosen_again_after_waiting_for_another_measurement(
     monkeypatch.setattr(planning, "measuring", waited)
     found = asking.planned(seconds=300).measure(seconds=60)
     assert (asking.asked, found.experiment) == ([None], ON_ONE_CORE)
-    assert found.planned.campaign.target.seconds == 60
+    assert found.campaign.target.seconds == 60
 
 
 def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, asking: Planning) -> None:

@@ -12,7 +12,6 @@ import claimed
 import numpy as np
 import pytest
 import records as make
-from cells import column
 from claimed import BASE, CONFIGS, STEP
 from setups import setup
 
@@ -30,8 +29,7 @@ from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.questions import ask as questions
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, claims, judged
-from ddpm_lab.questions.faults import FAULTS, Reading, readings
+from ddpm_lab.questions.claims import CONFIRMED, FAULTS, REFUTED, UNTESTABLE, Judged, Reading, claims, judged, readings
 from ddpm_lab.record import Machine, RunRecord
 
 HERE = setup()
@@ -295,15 +293,6 @@ def test_what_a_number_means_is_decided_anywhere() -> None:
     assert verdict(of, "S000-2") == NOT_MEASURED
 
 
-def test_a_gpu_says_how_busy_it_was() -> None:
-    """87.7 % in compute phases is its utilisation, or is not: NVML says."""
-    for busy, expected in ((60, REFUTED), (96, CONFIRMED)):
-        answers = {**PHASES, "gpu_utilisation_percent": busy}
-        ways = claimed.wrong(phases_waited_for=lambda i, known=answers: {**known, "seconds": 0.2 + 0.0001 * i})
-        ways = [replace(r, config=replace(CUDA, purpose="check", seed=i), ranks=()) for i, r in enumerate(ways)]
-        assert verdict(claimed.study(ways, machine=ONE_GPU), "S002-2") == expected
-
-
 def quality(**differences: float) -> Study:
     """A study with trials of configurations, whose final losses differ from the baseline's by so much."""
     timed = sets("quality", {name: (CONFIGS[name], 1.1) for name in differences}, baseline=BASE)
@@ -318,14 +307,3 @@ def test_losses_are_judged_by_trials_over_seeds() -> None:
     worse = quality(**{"2 ranks": 0.05, "bf16": 0.0})
     assert verdict(worse, "S001-2") == verdict(worse, "S004-5", "precision") == REFUTED
     assert verdict(worse, "S004-5", "larger batches") == verdict(on(make.CPU), "S001-2") == NOT_MEASURED
-
-
-def test_other_questions_come_first() -> None:
-    amp = sets("amp", {"bf16": (CONFIGS["bf16"], 0.7)}, baseline=BASE)
-    of = claimed.study(claimed.sets(), beside=amp)
-    verdicts = [a.verdict for _, a in judged(of)]
-    assert len(verdicts) == 20
-    assert column(answer(of).table(), "Verdict") == verdicts
-    assert f"{verdicts.count(UNTESTABLE)} need GPUs" in answer(of).finding.headline
-    assert verdict_on(of, "S004-1").here.startswith("bf16 0.70")
-    assert verdict_on(claimed.study(claimed.sets()), "S004-1").here.startswith("bf16 0.80")

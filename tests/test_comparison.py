@@ -22,9 +22,8 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.questions import planning
-from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.comparison import answer_text, first_losses, measure, plan_pair
+from ddpm_lab.questions import comparison
+from ddpm_lab.questions.comparison import first_losses, measure, plan_pair
 
 MINE = """
 import time
@@ -186,7 +185,7 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
         looked.append(1)
         return 1
 
-    monkeypatch.setattr(planning, "free_cores", free_cores)
+    monkeypatch.setattr(comparison, "free_cores", free_cores)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     pair = (RunConfig(), RunConfig(precision="bf16"))
     how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}
@@ -236,25 +235,3 @@ def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
         found = first_losses(sides(base, other, twin))
         assert found.verdict == verdict
         assert words in found.sentence
-
-
-def test_every_rank_and_every_whole_set_counts() -> None:
-    one = sides(ONE, ONE, ranks=2)
-    last = next(i for i, r in reversed(list(enumerate(one.records))) if r.role == "candidate")
-    witness = {"ranks": [{"first_losses": ONE}, {"first_losses": [1.25, 1.1, 1.06]}]}
-    changed = dataclasses.replace(one.records[last], witness=witness)
-    records = (*one.records[:last], changed, *one.records[last + 1 :])
-    assert first_losses(one).verdict == "identical"
-    assert first_losses(dataclasses.replace(one, records=records)).verdict == "differs"
-    alone = [r for r in one.records if r.role == "baseline"]
-    assert first_losses(make.study(alone)).verdict == "not measured"
-
-
-@pytest.mark.parametrize("reason", ["rank 0: KeyError: 'mine' (bad.py, line 118)", "rank 0 was killed by SIGKILL"])
-def test_the_place_of_a_failure_is_told_once(reason: str) -> None:
-    place = " (bad.py, line 118)"
-    witness = {"traceback": 'File "/home/me/bad.py", line 118, in gen_raises'}
-    rows = make.sets({}, baseline_label="main", failures={"working tree": (RunConfig(seed=1), "crashed", reason)})
-    failed = make.study([dataclasses.replace(r, witness=witness if r.status == "crashed" else {}) for r in rows])
-    told = answer_text(failed, answer(failed).finding).splitlines()[-1]
-    assert told == f"  working tree: crashed: {reason.removesuffix(place)}{place}"

@@ -19,9 +19,17 @@ from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import Family
 from ddpm_lab.questions import changes
-from ddpm_lab.questions.all_reduce import all_reduce, bus_bandwidth, exchanges, label, message_bytes
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.questions.exchange import BASELINE, NO_EXCHANGE, exchange
+from ddpm_lab.questions.exchange import (
+    BASELINE,
+    NO_EXCHANGE,
+    all_reduce,
+    bus_bandwidth,
+    exchange,
+    exchanges,
+    label,
+    message_bytes,
+)
 
 BASE = RunConfig(world_size=2)
 ALPHA, BETA = 2e-4, 1e-9

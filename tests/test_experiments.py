@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
-import records as make
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
@@ -86,21 +83,6 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for published in ("False", 0, "yes"):
         with pytest.raises(ConfigError, match=f"published is {published!r}"):
             experiments.run("peers", published=published, output_dir=tmp_path)  # type: ignore[arg-type]
-
-
-def test_what_changes_nothing_of_shown_records_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(experiments, "_published", lambda *_: make.study([make.record(RunConfig())]))
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"network": "ddpm", "parts": ["peers"], "seed": 0, "data": "synthetic", "preset": "smoke"}, "network, parts"),
-        ({"network": None, "seed": 0, "skip_bad": False, "image_size": 32, "data": "synthetic"}, ""),
-    ]
-    for settings, told in rows:
-        experiments.run("peers", output_dir=tmp_path, **settings)
-        said = capsys.readouterr().out
-        assert said.count("\n") == bool(told)
-        assert f"records that exist: {told};" in said or not told
 
 
 @pytest.mark.slow

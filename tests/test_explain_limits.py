@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from cells import column
 from peer_records import WHOLE, against, machine, study
-from test_charts import boxes
 
 from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
@@ -29,19 +28,12 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
     assert line.headroom == pytest.approx(line.measured_seconds / line.fused_seconds)
-    figure = peers.roofline_figure(WHOLE)
-    assert figure is not None
-    lengths = [end - start for start, end in boxes(figure.axes[0])]
-    work = [1e3 * p.seconds for p in line.parts]
-    needed = [1e3 * p.seconds for p in line.parts if p.kind in (*limits.NEEDED, limits.OPTIMIZER)]
-    assert lengths == pytest.approx([1e3 * line.measured_seconds, *work, *needed])
 
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:
     alone = study(*against())
     assert limits.sentence(alone, peers.this_trainer(alone)) == ""
     assert not limits.table(alone, peers.this_trainer(alone))
-    assert peers.roofline_figure(alone) is None
     single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
     assert limits.roofline(single, peers.this_trainer(single)) is None, "no peak of another precision is taken"
     # 400 GFLOP/s cannot do 16 GFLOP in a thirty-second of a second.

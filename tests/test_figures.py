@@ -119,7 +119,7 @@ def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
         ("resolved", {"", "time"}),
         ("machine", {"", "speedup", "batch", "machine"}),
         ("strong and weak, two CPU ranks", {""}),
-        ("compiled, costs", {"", "break_even", "costs"}),
+        ("compiled, costs", {"", "costs"}),
         ("two families, learned", {"", "quality", "curves"}),
         ("quality, with samples", {"", "curves", "samples"}),
         ("levers, learned", {"", "levers", "quality", "curves"}),

@@ -26,7 +26,6 @@ from git_repository import commit, git, repository, write
 import ddpm_lab
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import decisions, stats
-from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -99,14 +98,6 @@ def test_what_cannot_be_decided_is_refused(mine: Path, tmp_path: Path, call: Cal
     assert not [line for line in shown if "ddpm-lab" in line], "nothing but progress comes before it"
     assert re.search(said, refusal)
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
-
-
-def test_outside_of_a_repository_the_sentence_says_so(
-    mine: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, _, err = against(call, tmp_path / "out", f"{mine.stem}:step", "--against", "main")
-    assert (code, "git repository" in err) == (2, True)
 
 
 def test_code_in_a_submodule_is_refused_and_one_that_nothing_imports_is_no_obstacle(
@@ -334,19 +325,9 @@ def test_the_rule_errs_as_seldom_as_it_says(true: float, least: float, most: flo
     assert least <= failed / tries <= most
 
 
-def test_the_simulated_rule_is_the_one_that_judges() -> None:
-    for seed in range(20):
-        one = study(0.955, seed=seed, set_noise=0.01)
-        twin, row = (r for r in comparisons(one) if r.role in ("twin", "candidate"))
-        called = row.p < decisions.FIRST_LOOK and decisions.beyond_twin(row.ratio, twin.ratio)
-        assert (outcome(answer(one), 0.03).status == gate.SLOWER) == (called and bool(row.ratio.high < 0.97))
-
-
-def test_the_summary_is_a_table_of_what_was_decided() -> None:
+def test_the_summary_says_what_was_decided_and_what_it_rests_on() -> None:
     one = study(0.8)
     judged = outcome(answer(one), 0.03)
-    head, names, rule, values = (line for line in summary(answer(one), judged, 0.03).splitlines()[:5] if line)
-    assert head == f"### {judged.sentence}"
-    assert names.count("|") == rule.count("|") == values.count("|") == 6
-    for word in ("failed", "0.80", "8 sets", "3 %", "not measured"):
-        assert word in values
+    shown = summary(answer(one), judged)
+    assert shown.startswith(f"### {judged.sentence}\n")
+    assert all(word in shown for word in ("0.80", "8 sets", "not measured"))

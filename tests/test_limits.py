@@ -16,7 +16,7 @@ from ddpm_lab.diffusion.unet import build_network, count_flops, count_parameters
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions.all_reduce import ALL_REDUCE
+from ddpm_lab.questions.exchange import WORKLOAD as ALL_REDUCE
 from ddpm_lab.training import limits
 from ddpm_lab.training.allreduce import all_reduce
 from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, count_work

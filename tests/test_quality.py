@@ -107,19 +107,6 @@ def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name:
     assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
 
 
-def test_larger_batches_are_trained_at_the_same_rate_first_and_then_at_a_scaled_one() -> None:
-    experiment = ask("batch_size", HERE, seeds=2, images=1000, global_batch_sizes=[8, 16, 48])
-    labels = [t.label for t in experiment.trials]
-    assert labels[:6] == ["batch 8", "batch 16", "batch 48"] * 2
-    assert labels[6:] == ["batch 16, scaled learning rate", "batch 48, scaled learning rate"] * 2
-    rates = {t.label: t.config.optimizer.learning_rate for t in experiment.trials}
-    assert rates["batch 8"] == rates["batch 16"] == rates["batch 48"] == 2e-4
-    assert rates["batch 48, scaled learning rate"] == pytest.approx(2e-4 * 6)
-    assert {t.config.option("images", 0) for t in experiment.trials} == {1008}, "a multiple of every batch, for all"
-    base, large = RunConfig(global_batch_size=8), RunConfig(global_batch_size=16)
-    assert scaled(large, base).optimizer.learning_rate == 2 * base.optimizer.learning_rate
-
-
 def test_batches_of_every_size_are_trained_on_equal_images() -> None:
     def images(name: str, here: Setup = HERE, **grid: Any) -> set[object]:
         return {t.config.option("images", 0) for t in ask(name, here, **grid).trials}
@@ -215,16 +202,6 @@ def test_the_table_has_a_row_for_each_configuration() -> None:
     for row in (0, 1):
         assert float(shown[row]["Images to the same loss"].replace(",", "")) == pytest.approx(0.9 * 8_000, rel=0.05)
     assert learned.images_to_reach(make.trials({}), 0.1) == "not reached (8 of 8 seeds)"
-
-
-def test_what_is_not_resolved_hides_none_that_is_faster_and_of_few_sets_nothing_is_called_faster() -> None:
-    speeds = make.sets({**SPEEDS, "2 micro-batches": (MICRO, 1.9)}, experiment="quality", family="tiny, batch 32")
-    few = [r for r in speeds if r.label != "2 micro-batches" or r.set_id in {s.set_id for s in speeds[:10]}]
-    of = replace(make.study(few, "quality"), trials=tuple(make.trials(LOSSES)))
-    assert answer(of).finding.headline.startswith("bf16 trains 1.6")
-    speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32", count=2)
-    of = replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES)))
-    assert "which is faster is not known" in answer(of).finding.headline
 
 
 def checked(study: Study, error: float) -> Study:

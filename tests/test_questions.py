@@ -1,15 +1,13 @@
 """The questions: which configurations answer them, on which machine, and what is left out or refused."""
 
-import dataclasses
 from typing import Any
 
 import pytest
-from setups import IMAGES, MACHINES
+from setups import MACHINES
 from setups import machine_setup as setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LOADER_ALONE, PRECISIONS
-from ddpm_lab.declared import options
+from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
 from ddpm_lab.questions.amp import amp
 from ddpm_lab.questions.ask import ask, questions
@@ -73,25 +71,6 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
 # --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_multi_gpu_grids() -> None:
-    powers = [2**k for k in range(7)]
-    for machine, preset, sizes, ranks in (
-        ("2 cores", "smoke", [16], [1, 2]),
-        ("64 cores", "quick", [16, 32], [1, 2]),
-        ("64 cores", "full", [32, 64, 128, 256, 512], powers),
-        ("8 GPUs", "full", [32, 64, 128, 256, 512], powers[:4]),
-    ):
-        experiment = multi_gpu(setup(machine, preset))
-        strong, weak = of_kind(experiment, "strong"), of_kind(experiment, "weak")
-        assert [f.baseline.global_batch_size for f in strong] == sizes
-        assert [f.baseline.global_batch_size for f in weak] == {"smoke": [], "quick": sizes[:1], "full": sizes}[preset]
-        left_out = [(name, label) for name, label, _ in experiment.left_out]
-        assert left_out == ([("tiny, batch 32", "64 ranks")] if (machine, preset) == ("64 cores", "full") else [])
-        for family in (*strong, *weak):
-            missing = {64} if (family.name, "64 ranks") in left_out else set()
-            assert [c.world_size for c in members(family)] == [n for n in ranks if n not in missing]
-
-
 def test_one_device_measures_one_rank_and_says_why_not_two() -> None:
     experiment = multi_gpu(setup("1 core"))
     assert labels(experiment) == [["1 rank"], ["1 rank"]]
@@ -126,20 +105,46 @@ def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
             ask("multi_gpu", setup(here), **grid)
 
 
-# --- precision, workers, compiling, batch sizes, profiles -------------------------------------------------------------
+# --- precision, workers, compiling, batch sizes ----------------------------------------------------------------------
+
+GRIDS: list[tuple[str, str, str, list[list[str]]]] = [
+    ("amp", "8 GPUs", "quick", [["fp32", "bf16", "fp16", "tf32"]]),
+    ("amp", "2 cores", "quick", [["fp32", "bf16"]]),
+    ("multi_gpu", "2 cores", "smoke", [["1 rank", "2 ranks"]]),
+    ("multi_gpu", "64 cores", "quick", [["1 rank", "2 ranks"]] * 3),
+    ("multi_gpu", "8 GPUs", "full", [["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]] * 10),
+    ("workers", "2 cores", "quick", [["0 workers", "2 workers", "1 worker"]]),
+    ("workers", "64 cores", "full", [[f"{n} worker{'s' * (n != 1)}" for n in (0, 20, 1, 2, 4, 8, 12, 16)]] * 3),
+    ("torch_compile", "2 cores", "quick", [["eager", "compiled"]]),
+    ("torch_compile", "8 GPUs", "full", [["eager", "compiled", "compiled block by block"]] * 2),
+    ("batch_size", "2 cores", "full", [[f"batch {32 * 2**i}" for i in range(5)]]),
+    ("batch_size", "1 GPU", "quick", [[f"batch {128 * 2**i}" for i in range(5)]]),
+]
 
 
-def test_amp_grids() -> None:
-    for preset in PRESETS:
-        assert labels(amp(setup("8 GPUs", preset))) == [["fp32", "bf16", "fp16", "tf32"]] * (1 + (preset == "full"))
-    assert [f.baseline.world_size for f in amp(setup("8 GPUs", "full")).families] == [1, 8]
-    assert [batches(amp(setup(machine))) for machine in ("8 GPUs", "2 cores")] == [[128], [8]]
-    assert batches(amp(setup("2 cores", "full"))) == [128, 128]
-    on_cpu = amp(setup())
-    assert labels(on_cpu) == [["fp32", "bf16"]]
-    assert [label for _, label, _ in on_cpu.left_out] == ["tf32", "fp16"]
-    large = amp(setup(images=dataclasses.replace(IMAGES, image_size=64)))
-    assert large.families[0].name == "tiny, batch 8, 64x64 pixels, 1 rank"
+@pytest.mark.parametrize(("name", "machine", "preset", "expected"), GRIDS)
+def test_a_preset_measures_what_fits_the_machine(
+    name: str, machine: str, preset: str, expected: list[list[str]]
+) -> None:
+    """The most workers come right after none, since they say most where time is short."""
+    assert labels(questions()[name](setup(machine, preset))) == expected
+
+
+def test_settings_that_are_fixed_besides() -> None:
+    full = multi_gpu(setup("8 GPUs", "full"))
+    for kind in ("strong", "weak"):
+        assert [f.baseline.global_batch_size for f in of_kind(full, kind)] == [32, 64, 128, 256, 512]
+    assert {
+        (c.precision, c.loader_workers) for f in torch_compile(setup("8 GPUs", "full")).families for c in members(f)
+    } == {("bf16", 4)}
+    alone = [f for f in workers(setup("64 cores", "full")).families if f.name.startswith("loader alone, ")]
+    assert [{c.workload for c in members(f)} for f in alone] == [{LOADER_ALONE}]
+    (sizes,) = batch_size(setup("1 GPU", "quick")).families
+    assert sizes.search_up_to == 65_536
+    assert all(c.differences(sizes.baseline).keys() <= {"global_batch_size"} for c in members(sizes)), "one search"
+    assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]]
+    ((_, _, config),) = profile(setup("8 GPUs"), world_size=2, precision="tf32", global_batch_size=64).profiles
+    assert (config.purpose, config.world_size, config.precision) == ("profile", 2, "tf32")
 
 
 def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:
@@ -149,79 +154,7 @@ def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given()
         amp(setup("8 GPUs"), world_sizes=[6], global_batch_size=64)
 
 
-def test_workers_grids() -> None:
-    """Without workers first; the most workers right after, since they say most where time is short."""
-    for machine, preset, expected in (
-        ("1 core", "quick", [0, 1]),
-        ("2 cores", "smoke", [0, 1]),
-        ("2 cores", "quick", [0, 2, 1]),
-        ("64 cores", "full", [0, 20, 1, 2, 4, 8, 12, 16]),
-    ):
-        experiment = workers(setup(machine, preset))
-        alone = [f for f in experiment.families if f.name.startswith("loader alone, ")]
-        training = [f for f in experiment.families if f.name.startswith("training, ")]
-        assert [*training, *alone] == list(experiment.families)
-        assert len(alone) == (preset != "quick")  # which keeps its time for the questions with a verdict
-        for family in experiment.families:
-            assert [c.loader_workers for c in members(family)] == expected
-            assert {(c.loader, c.workload == LOADER_ALONE) for c in members(family)} == {("files", family in alone)}
-        assert [f.baseline.precision for f in training] == (["fp32", "bf16"] if preset == "full" else ["fp32"])
-    for limited, kind in ((False, "usable"), (True, "free")):
-        left_out = workers(setup("1 core", limited=limited)).left_out
-        assert {row[1:] for row in left_out} == {("2 workers", f"more than the 1 {kind} core")}
-    assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]]
-
-
-def test_torch_compile_grids() -> None:
-    for machine in MACHINES:
-        for preset in PRESETS:
-            here = setup(machine, preset)
-            experiment = torch_compile(here)
-            ways = ["eager", "compiled", *(["compiled block by block"] if preset == "full" else [])]
-            assert labels(experiment) == [ways] * len(experiment.families)
-            worlds = [f.baseline.world_size for f in experiment.families]
-            assert worlds == (sorted({1, here.most_ranks}) if preset == "full" else [1])
-            for family in experiment.families:
-                eager, *compiled = members(family)
-                assert eager.precision == "bf16"
-                hows = ("whole", "regional")[: len(ways) - 1]
-                assert compiled == [dataclasses.replace(eager, compile=how) for how in hows]
-                assert eager.loader_workers == (min(4, here.usable_cores) if preset == "full" else 0)
-
-
-def test_batch_size_grids() -> None:
-    for machine, preset, count, first, most in (
-        ("2 cores", "smoke", 2, 8, 32),
-        ("2 cores", "full", 5, 32, 1024),
-        ("1 GPU", "quick", 5, 128, 65_536),
-        ("8 GPUs", "full", 8, 32, 65_536),
-    ):
-        (family,) = batch_size(setup(machine, preset)).families
-        assert [c.global_batch_size for c in members(family)] == [first * 2**i for i in range(count)]
-        assert family.search_up_to == most
-        # Nothing but the batch differs, so that all sizes share what one search has found.
-        assert all(c.differences(family.baseline).keys() <= {"global_batch_size"} for c in members(family))
-    (asked,) = batch_size(setup(), global_batch_sizes=[2000, 24, 24]).families
-    assert ([c.global_batch_size for c in members(asked)], asked.search_up_to) == ([24, 2000], 2000)
-    (three,) = batch_size(setup("8 GPUs"), world_size=3, precision="bf16").families
-    assert all(c.global_batch_size % 3 == 0 for c in members(three))
-
-
-def test_a_profile_supplies_no_speed() -> None:
-    experiment = profile(setup("8 GPUs"), world_size=2, precision="tf32", global_batch_size=64)
-    assert experiment.families == ()
-    ((family, label, config),) = experiment.profiles
-    assert (family, label) == ("tiny, batch 64, 2 GPUs", "tf32, 2 GPUs")
-    assert (config.purpose, config.world_size, config.precision) == ("profile", 2, "tf32")
-
-
 # --- refusals, primary comparisons, free cores ------------------------------------------------------------------------
-
-
-def test_a_parameter_says_what_it_may_be_also_where_it_may_be_none() -> None:
-    for function, optional in ((profile, False), (torch_compile, True)):
-        found = options(function)["precision"]
-        assert (found.kind, found.opt.choices, found.optional) == (str, PRECISIONS, optional)
 
 
 @pytest.mark.parametrize(

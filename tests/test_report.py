@@ -23,7 +23,7 @@ from ddpm_lab.explain import pages
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.questions import agenda
+from ddpm_lab.questions import experiments
 from ddpm_lab.reports import report
 from ddpm_lab.reports.published import FIELDS, MODULES
 from ddpm_lab.reports.report import NUMBERED, ReportError, load
@@ -74,7 +74,7 @@ def fetched(text: str) -> list[str]:
 def unmeasured() -> Iterator[None]:
     """Nothing is measured for notebooks that are thrown away."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agenda, "measure", lambda *_, **__: 0)
+        patch.setattr(experiments, "measure_all", lambda *_, **__: 0)
         yield
 
 
@@ -159,7 +159,7 @@ def test_what_the_notebooks_show_is_measured_first_within_the_time(
         if seconds < 60:
             raise ConfigError("minutes is 0.5: 4 sets take about 9 minutes")
 
-    monkeypatch.setattr(agenda, "measure", measure)
+    monkeypatch.setattr(experiments, "measure_all", measure)
     own = write(tmp_path / "10_own.ipynb", "1", parameters="preset = 1  # own")
     names: list[Path | str] = ["amp", "peers", "recommendation", own]
     minutes: dict[str, Any] = {"03_amp": 0, "06_recommendation": None, "07_peers": None, "10_own": None}

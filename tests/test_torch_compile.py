@@ -41,16 +41,6 @@ def test_several_compiles_widen_the_interval_and_one_tells_no_spread() -> None:
     wide = math.exp(4.303 * math.log(10 / 9) / math.sqrt(3))
     assert three.cost.high / three.cold_seconds == pytest.approx(wide, rel=1e-3)
     assert three.steps_low < one.steps_low < one.steps < one.steps_high < three.steps_high
-    assert "the interval is that of the speed alone" in compiling.sentence(alike, row)
-
-
-@pytest.mark.parametrize("cold", [[30.0], [29.0, 30.0, 31.0]])
-def test_the_band_meets_eager_training_where_the_interval_ends(cold: list[float]) -> None:
-    found, row = study(cold)
-    cost = compiling.break_even(found, row)
-    step = row.step_seconds * row.ratio.value
-    for at, end in ((cost.steps_low, 1), (cost.steps, 0), (cost.steps_high, 2)):
-        assert compiling.total_seconds(cost, row, at)[end] == pytest.approx(at * step)
 
 
 def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:

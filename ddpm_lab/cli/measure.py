@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(one.completed for one in measured) else 1
 
 
-def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
+def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without scipy, where its records lie."""
     values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
@@ -102,7 +102,7 @@ def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
     shown = answer(study := replace(experiments.study_of(measured), bands=named))
-    found, figure = shown.finding, measured.output_dir / "image_output" / f"{shown.file}.png"
+    found, figure = shown.finding, measured.output / "image_output" / f"{shown.file}.png"
     save(shown.figure(), figure)
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
@@ -126,7 +126,7 @@ def _show(found: dict[str, Any]) -> None:
         table.show(split["parts"])
 
 
-def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
+def _track(tracker: str | None, measured: Sequence[planning.Planned]) -> None:
     """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
     for one in measured if tracker else ():
         try:
@@ -179,26 +179,23 @@ def compare(options: argparse.Namespace) -> int:
     else:
         threshold = wanted if threshold is None else threshold
         measured = gate.measure(options.baseline, against, always=options.always, **how)
-    values: dict[str, Any]
-    if isinstance(measured, gate.Unchanged):
-        code, text = gate.EXIT_CODES[gate.IDENTICAL], f"{gate.IDENTICAL}: {measured.sentence}"
-        lines, page = [text], f"### {gate.IDENTICAL}\n\n{measured.sentence}.\n"
-        said = {"status": gate.IDENTICAL, "sentence": text, "exit_code": code}
-        values = {"verdict": gate.IDENTICAL, "gate": said}
+    if isinstance(measured, gate.Outcome):  # code that is the same
+        code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{measured.sentence}.\n"
+        values: dict[str, Any] = {"verdict": measured.status, "gate": {**asdict(measured), "exit_code": code}}
     else:
         found = comparison.answer(measured)
         values, lines, code, page = found.as_dict(), [str(found)], int(not found.complete), ""
         if threshold is not None:
             judged = gate.outcome(found.answer, threshold)
-            code, page = judged.exit_code(strict=options.strict), gate.summary(found.answer, judged, threshold)
-            said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
+            code, page = judged.exit_code(strict=options.strict), gate.summary(found.answer, judged)
+            said = {**asdict(judged), "threshold": threshold, "exit_code": code}
             values, lines = {**values, "gate": said}, [*lines, judged.sentence]
     tell(options, values, lines)
     sys.stdout.flush()
     if page and (path := options.summary or os.environ.get("GITHUB_STEP_SUMMARY")):
         with writing(expanded(path), option="--summary"), expanded(path).open("a") as file:
             file.write(page)
-    _track(tracker, () if isinstance(measured, gate.Unchanged) else [measured])
+    _track(tracker, () if isinstance(measured, gate.Outcome) else [measured])
     return code
 
 

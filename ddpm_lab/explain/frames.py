@@ -20,8 +20,8 @@ RECOMMENDATION = plan.RECOMMENDATION
 ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"
-BESIDE_OTHERS = (CLAIMS, "profile")
-"""Questions that are shown beside the records of all others: what to change next rests on these too."""
+BESIDE_OTHERS = (CLAIMS,)
+"""Questions that are shown beside the records of all others."""
 TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""
 

@@ -6,9 +6,8 @@ from ddpm_lab.explain import figure_ratios
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes
 
 QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)

@@ -1,8 +1,8 @@
 """Find the questions, ask one for its configurations, and answer it from records.
 
-Every module of this folder that has a ``QUESTION`` is one. Its function takes a ``Setup`` (what is trained, on what,
-how much) and a grid, of which None means the preset's choice for this machine. What the machine cannot run is left out
-and named, or refused if it was asked for by name.
+Every ``Question`` in a module of this folder is one. Its function takes a ``Setup`` (what is trained, on what, how
+much) and a grid, of which None means the preset's choice for this machine. What the machine cannot run is left out and
+named, or refused if it was asked for by name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from ddpm_lab.declared import arguments
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study, once
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Question
 from ddpm_lab.questions.quality import with_trials
-from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import recommendation, search
 from ddpm_lab.training.own_workload import nothing_asked
 from ddpm_lab.training.setting import Setup
@@ -39,14 +38,13 @@ class Entry(NamedTuple):
 @cache
 def every_question() -> dict[str, Entry]:
     """All questions by name, those with a notebook first."""
-    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    modules = {name: import_module(f"ddpm_lab.questions.{name}") for name in names}
-    found = {
-        n: Entry(m.QUESTION, getattr(m, n), getattr(m, "answer", None))
-        for n, m in modules.items()
-        if hasattr(m, "QUESTION")
+    files = pkgutil.iter_modules([str(Path(__file__).parent)])
+    modules = [vars(import_module(f"ddpm_lab.questions.{file.name}")) for file in files]
+    found = [(about, module) for module in modules for about in module.values() if isinstance(about, Question)]
+    return {
+        about.name: Entry(about, module[about.name], module.get(f"answer_{about.name}", module.get("answer")))
+        for about, module in sorted(found, key=lambda each: each[0].file)
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].about.file))
 
 
 def questions() -> dict[str, Callable[..., Experiment]]:

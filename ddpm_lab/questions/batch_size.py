@@ -15,9 +15,8 @@ from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batches, Precision, Setup, WorldSize
 

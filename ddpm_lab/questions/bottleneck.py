@@ -25,12 +25,11 @@ from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
 from ddpm_lab.questions.changes import table as changes_table
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 QUESTION = Question(title="What should be changed next?", file="bottleneck")

@@ -112,10 +112,8 @@ class Calibration:
     """A calibration, computed from its records. Ratios are the baseline's time divided by the other's.
 
     ``disturbed`` sets are beside the ``sets`` that count: other processes took the cores that they needed. ``threads``
-    are those of a rank; 0 is as many as there are ``cores``.
-    ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
-    baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
-    unknown). ``minutes`` is when each set began, after the first.
+    are those of a rank; 0 is as many as there are ``cores``. ``noise`` is the standard deviation over sets of the
+    null's log ratio. ``minutes`` is when each set began, after the first.
     """
 
     hardware: str
@@ -127,9 +125,6 @@ class Calibration:
     seconds_per_set: float
     step_seconds: float
     noise: float
-    drift_per_minute: tuple[float, float, float]
-    others_cores: float | None
-    stolen_share: float | None
     null: stats.Estimate
     planted: float
     planted_estimate: stats.Estimate
@@ -158,14 +153,11 @@ class Calibration:
         """Whether the interval holds the planted ratio."""
         return self.planted_estimate.contains(self.truth)
 
-    def sets_in(self, minutes: float) -> int:
-        """How many sets so many minutes have room for."""
-        return int(minutes * 60 / self.seconds_per_set) if self.seconds_per_set else 0
-
     @property
     def resolvable(self) -> dict[int, float | None]:
         """The smallest difference that so many minutes resolve here; None where they have fewer than four sets."""
-        return {m: _known(decisions.resolvable(self.noise, self.sets_in(m))) for m in MINUTES}
+        sets = {m: int(m * 60 / self.seconds_per_set) if self.seconds_per_set else 0 for m in MINUTES}
+        return {m: _known(decisions.resolvable(self.noise, n)) for m, n in sets.items()}
 
     @property
     def passed(self) -> bool:
@@ -180,11 +172,11 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
-        told = ("hardware", "date", "passed", "fit", "sets", "step_seconds", "others_cores", "stolen_share", "planted")
         null, slow = (
             {"ratio": _known(e.value), "low": _known(e.low), "high": _known(e.high)}
             for e in (self.null, self.planted_estimate)
         )
+        told = ("hardware", "date", "passed", "fit", "sets", "step_seconds", "planted")
         return {
             **{name: getattr(self, name) for name in told},
             "verdict": self.verdict(),
@@ -192,7 +184,6 @@ class Calibration:
             "threads": self.threads or self.cores,
             "seconds_per_set": round(self.seconds_per_set, 2),
             "noise_between_sets": _known(self.noise),
-            "drift_per_minute": [_known(v) for v in self.drift_per_minute],
             "null": null,
             "null_called_at_99": self.null_called,
             "planted_ratio": self.truth,
@@ -230,12 +221,8 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
     starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
     minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
-    windows = [w for s in whole for r in s.values() for w in r.windows]
     # A set's cost is the time to the next one; the last set's is not known from dates.
     stages = sum(sum(r.stages.values()) for r in whole[0].values())
-    others = [w.others_cores for w in windows if w.others_cores is not None]
-    stolen = [w.stolen_seconds for w in windows if w.stolen_seconds is not None]
-    seconds = sum(w.seconds for w in windows)
     steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if w.steps]
     return Calibration(
         hardware=first.environment.machine.name,
@@ -247,9 +234,6 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         seconds_per_set=float(np.diff(minutes).mean() * 60) if several else stages,
         step_seconds=float(np.median(steps)) if steps else math.nan,
         noise=float(np.nanstd(null_logs, ddof=1)) if several else math.nan,
-        drift_per_minute=_drift(minutes, whole),
-        others_cores=float(np.mean(others)) if others else None,
-        stolen_share=sum(stolen) / seconds if stolen and seconds else None,
         null=stats.estimate(null_logs),
         planted=first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1,
         planted_estimate=stats.estimate(planted_logs),
@@ -257,20 +241,6 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         planted_ratios=tuple(np.exp(planted_logs)),
         minutes=tuple(minutes),
     )
-
-
-def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]]) -> tuple[float, float, float]:
-    """Slope of the baseline's log speed per minute with its 95 % interval (least squares over sets)."""
-    kept = [[w.seconds_per_image for w in s["baseline"].windows] for s in whole]
-    values = np.array([-math.log(float(np.median(each))) if each else math.nan for each in kept])
-    usable = np.isfinite(values)
-    x, y, freedom = minutes[usable], values[usable], int(usable.sum()) - 2
-    if freedom < 1 or float(np.ptp(x)) == 0:
-        return (math.nan, math.nan, math.nan)
-    line, covariance = np.polyfit(x, y, 1, cov="unscaled")
-    left = y - np.polyval(line, x)
-    half = stats.t_quantile(freedom) * math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
-    return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
 
 
 def _percent(value: float | None) -> str:
@@ -283,15 +253,12 @@ def _known(value: float) -> float | None:
 
 def lines(found: Calibration) -> list[str]:
     """The calibration in words, for a terminal and for the report."""
-    slope, low, high = (f"{100 * v:+.2f}" for v in found.drift_per_minute)
-    drift = "unknown" if slope == "+nan" else f"{slope} % a minute (95 % interval {low} to {high})"
-    others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
-    stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
     judged = "not judged" if found.sets < LEAST_SETS else "found" if found.planted_found else "missed"
     if found.sets > 1:
         judged += f", and the truth lies {'inside' if found.planted_in_interval else 'outside'} the interval"
     some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
     lost = f"; {found.disturbed} more were disturbed by other processes and do not count" if found.disturbed else ""
+    resolved = [f"{'none' if v is None else _percent(v)} in {m} min" for m, v in found.resolvable.items()]
     return [
         f"{found.verdict()}.",
         f"Measured: {_measured(found)}{some}{lost}.",
@@ -299,19 +266,14 @@ def lines(found: Calibration) -> list[str]:
         "the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): "
         f"{_estimate(found.planted_estimate)}; {judged}.",
-        f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
-        f"Other processes: {others}{stolen}.",
-        f"Smallest difference that can be resolved: {_resolved(found, '{1} in {0} min')}.",
+        f"Noise between sets: {_percent(found.noise)}.",
+        f"Smallest difference that can be resolved: {', '.join(resolved)}.",
     ]
 
 
 def _measured(found: Calibration) -> str:
     sets = f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s"
     return f"{sets}, steps of {phrases.seconds(found.step_seconds)}"
-
-
-def _resolved(found: Calibration, form: str) -> str:
-    return ", ".join(form.format(m, "none" if v is None else _percent(v)) for m, v in found.resolvable.items())
 
 
 def _estimate(estimate: stats.Estimate) -> str:
@@ -326,7 +288,7 @@ def save_figure(found: Calibration, output: Path) -> Path:
 
 
 def figure(found: Calibration) -> Figure:
-    """Ratios of single sets over time above, the smallest resolvable difference against minutes below."""
+    """Ratios of single sets over time, with the truth and the interval of their mean."""
     ends = [0.0, max(1e-3, *found.minutes)]
     more = f"{100 * found.planted:.0f} % more work"
     drawn = []
@@ -337,39 +299,11 @@ def figure(found: Calibration) -> Figure:
         low, high = ([estimate.low] * 2, [estimate.high] * 2) if math.isfinite(estimate.low) else ((), ())
         true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
         drawn += [true, Line(name=name, x=found.minutes, y=ratios, colour=colour, look="o")]
-    above = Plot(
-        lines=drawn,
-        heading="The ratio of each set",
-        x_label="minutes since the first set",
-        y_label="speed relative to the baseline",
-        from_zero=False,
-    )
+    x_label, y_label = "minutes since the first set", "speed relative to the baseline"
     return draw(
-        [above, _resolvable(found)],
+        [Plot(lines=drawn, x_label=x_label, y_label=y_label, from_zero=False)],
         title=found.verdict(),
         context=style.SEPARATOR.join([found.hardware, found.date[:16].replace("T", " "), _measured(found)]),
         note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
-        "interval of the geometric mean; dashed: the truth, below what fine measuring needs. Resolved in "
-        f"{_resolved(found, '{0} min: {1}')}.",
-    )
-
-
-def _resolvable(found: Calibration) -> Plot:
-    """The smallest difference that so many minutes resolve, and what a machine must resolve that is fit to measure."""
-    minutes = np.geomspace(0.5, 60, 200)
-    effects = np.array([decisions.resolvable(found.noise, found.sets_in(m)) for m in minutes])
-    known = [(m, 100 * v) for m, v in found.resolvable.items() if v is not None]
-    shown = np.isfinite(effects) & (100 * effects <= 1.15 * max([200 * FINE, *(v for _, v in known)]))
-    return Plot(
-        lines=[
-            Line(name="", x=minutes[shown], y=100 * effects[shown], colour=style.INK, look="-"),
-            Line(name="", x=[m for m, _ in known], y=[v for _, v in known], colour=style.INK, look="o"),
-        ],
-        heading="Smallest difference that is resolved",
-        x_label="minutes of measuring",
-        y_label="difference, %",
-        log_x=True,
-        ticks=[0.5, 1, 2, 5, 10, 20, 60],
-        level=100 * FINE,
-        height=1.9,
+        "interval of the geometric mean; dashed: the truth.",
     )

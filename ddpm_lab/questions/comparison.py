@@ -9,10 +9,9 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -29,13 +28,14 @@ from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.files import LEDGER, PREPARED, expanded, output_folder
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.others import free_cores
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import MOST_SETS, Measured, Planned, cores_of_pair, on_cores, plan_experiment
+from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_experiment
 from ddpm_lab.record import RunRecord
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.own_workload import find_here
@@ -140,7 +140,7 @@ def measure(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Measured:
+) -> Planned:
     """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
     output = output_folder(output_dir)
     one, two = (
@@ -195,12 +195,33 @@ def plan_pair(
     return dataclasses.replace(planned, on_cores=again)
 
 
-def answer(measured: Measured) -> Comparison:
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
+    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
+
+    All of them where a side is not for the CPU, or says how many threads it takes.
+    """
+    most = hardware.usable_cores()
+    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
+        return most
+    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
+    wanted = ("compare", "look", hardware.machine().key)
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
+    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
+    return max(known, default=0) or free_cores()
+
+
+def on_cores(config: RunConfig, cores: int) -> RunConfig:
+    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
+    whole_machine = cores >= hardware.usable_cores()
+    return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))
+
+
+def answer(measured: Planned) -> Comparison:
     """What the records say, with a figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]
     name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
-    figure = measured.output_dir / "image_output" / f"compare_{name}.png"
+    figure = measured.output / "image_output" / f"compare_{name}.png"
     save(found.figure(), figure)
     return Comparison(answer=found, figure=figure)
 
@@ -304,22 +325,13 @@ def _witnesses(study: Study) -> list[str]:
         record = next(r for r in reversed(study.records) if r.label == label)
         ranks = record.witness.get("ranks") or []
         if record.status != "ok" or not ranks:
-            failed = f"{label}: {phrases.status(record.status)}: {record.reason or ''}{_place(record)}"
-            found.append(failed.rstrip(": "))
+            found.append(f"{label}: {phrases.failed(record.status, record.reason)}")
             continue
         seen = ranks[0]
         said = [f"{phrases.plural(len(ranks), 'rank')} on {seen['device']}", phrases.plural(seen["threads"], "thread")]
         said += [f"{name} {seen[name]}" for name in ("precision", "compile", "loader_workers") if name in seen]
         found.append(f"{label} ran as {', '.join(said)} (read back from the run)")
     return found
-
-
-def _place(record: RunRecord) -> str:
-    """Return the last line of a traceback in the side's own code."""
-    lines = re.findall(r'File "([^"]+)", line (\d+), in', str(record.witness.get("traceback", "")))
-    own = [f"{Path(f).name}, line {n}" for f, n in lines if not {"site-packages", "ddpm_lab"} & set(Path(f).parts)]
-    named = not own or own[-1] in (record.reason or "")  # a rank's error names it already
-    return "" if named else f" ({own[-1]})"
 
 
 def _known(value: Any) -> Any:
@@ -358,32 +370,26 @@ def first_losses(study: Study) -> Losses:
     base, label = (r.label for r in sides)
     if len({r.config.world_size for r in whole[0].values()}) > 1 or not steps:
         return Losses(NOT_COMPARABLE, f"{label} and {base} have other ranks")
-    apart = _apart(((held["baseline"], held["candidate"]) for held in whole), steps)
-    own = _apart(((held["baseline"], held["twin"]) for held in whole), steps)
-    of = f"the first {steps} losses"
-    if not apart:
+
+    def apart(role: str) -> float:
+        """The largest relative difference from the baseline."""
+        ranks = [zip(_losses(held["baseline"]), _losses(held[role]), strict=True) for held in whole]
+        pairs = [(a, b) for set_ in ranks for one, two in set_ for a, b in zip(one[:steps], two[:steps], strict=True)]
+        return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
+
+    other, own, of = apart("candidate"), apart("twin"), f"the first {steps} losses"
+    if not other:
         return Losses(IDENTICAL, f"{of} agree to the last bit")
     if own:
         repeated = f"those of {base} from one run to the next by {_share(own)}"
-        return Losses(NOT_COMPARABLE, f"{of} differ by up to {_share(apart)}, and {repeated}")
-    return Losses(DIFFERENT, f"{of} by up to {_share(apart)}, where {base} repeats its own to the last bit")
+        return Losses(NOT_COMPARABLE, f"{of} differ by up to {_share(other)}, and {repeated}")
+    return Losses(DIFFERENT, f"{of} by up to {_share(other)}, where {base} repeats its own to the last bit")
 
 
 def _losses(record: RunRecord) -> list[list[float]]:
     """The first losses of each rank; 0 is what a step without a loss gives."""
     ranks: list[dict[str, Any]] = record.witness.get("ranks") or []
     return [rank.get("first_losses") or [] for rank in ranks]
-
-
-def _apart(pairs: Iterable[tuple[RunRecord, RunRecord]], steps: int) -> float:
-    """The largest relative difference of two sides in their first ``steps`` steps."""
-    compared = (
-        (a, b)
-        for one, two in pairs
-        for ours, theirs in zip(_losses(one), _losses(two), strict=True)
-        for a, b in zip(ours[:steps], theirs[:steps], strict=True)
-    )
-    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in compared if a != b), default=0.0)
 
 
 def _share(difference: float) -> str:

@@ -1,16 +1,20 @@
 """Ask a question: measure what the ledger does not have yet, and return the records that answer it.
 
-``run`` is the one call of every notebook. ``measure`` is the measuring half alone, which needs no scipy, no Jupyter.
+``run`` is the one call of every notebook, and ``measure_all`` what a report measures before its notebooks show it.
+``measure`` is the measuring half alone, which needs no scipy, no Jupyter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, missing_to_explain
+from ddpm_lab.checks import ConfigError, LabError, choice, missing_to_explain
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
@@ -19,10 +23,11 @@ from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, 
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import PRESETS, Experiment
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
+from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, Experiment
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.changes import combination as together
-from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
+from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
@@ -30,8 +35,6 @@ from ddpm_lab.training.setting import OWN_DATA, own_data
 
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
-LAST = "batch_size"
-"""Measured by the recommendation too, in the preset ``full``."""
 
 
 def run(
@@ -90,7 +93,7 @@ def _published(name: str, output: Path) -> Study:
     return dataclasses.replace(_stored(name, output, file, key), published=True)
 
 
-def study_of(measured: Measured) -> Study:
+def study_of(measured: Planned) -> Study:
     """The records that answer what was measured."""
     (machine, code, _, plan), name = measured.cohort, measured.experiment.name
 
@@ -99,7 +102,7 @@ def study_of(measured: Measured) -> Study:
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
-    configurations, output = measured.experiment.configurations, measured.output_dir
+    configurations, output = measured.experiment.configurations, measured.output
     ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
         study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)
@@ -111,17 +114,14 @@ def study_of(measured: Measured) -> Study:
         trials=tuple(r for part in parts for r in part.trials),
         published_trials=published_trials(),
         measured_sets=measured.measured_sets,
-        resolution=measured.planned.campaign.target.resolution,
+        resolution=measured.campaign.target.resolution,
     )
 
 
-def records_of(measured: Measured) -> list[RunRecord]:
-    """Every record of the configurations that were asked for, of this machine, code and plan."""
-    machine, code, _, plan = measured.cohort
-    wanted, name = {c.run_id: c.data_sha256 for c in measured.experiment.configurations}, measured.experiment.name
-    cohorts = {(machine, code, data, plan) for data in wanted.values()}
-    asked = Ledger(measured.ledger).read(lambda hs: [h for h in hs if h.experiment == name and h.cohort in cohorts])
-    return [r for r in asked[0] if r.run_id in wanted]
+def records_of(measured: Planned) -> list[RunRecord]:
+    """Every record of the configurations that were asked for, their trials too."""
+    found, wanted = study_of(measured), {c.run_id for c in measured.experiment.configurations}
+    return [r for r in (*found.records, *found.trials) if r.run_id in wanted and r.experiment == found.experiment]
 
 
 def recommendation(
@@ -149,10 +149,10 @@ def recommendation(
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in SEARCHED}
             try:
-                measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
+                measure("batch_size", minutes=None if minutes is None else minutes / 3, **largest)
                 minutes = None if minutes is None else minutes * 2 / 3
             except ConfigError as refused:  # the search is worth more
-                print(f"note: {LAST}: {refused}")
+                print(f"note: batch_size: {refused}")
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
             print("note: what is left of the time is too short for a search")
         else:
@@ -185,7 +185,10 @@ def _stored(
     return read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
 
 
-def measure(name: str, **settings: Any) -> Measured:
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, **settings: Any) -> Planned:
     """Measure what the ledger lacks for a question, and say which records answer it; see ``planning.plan_question``.
 
     Comparisons that have an answer get no more sets; those that were shown to be inconclusive do.
@@ -199,7 +202,7 @@ def undecided(planned: Planned) -> Planned:
     looked = any(campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families)
     if campaign.target.seconds == 0 or not looked or missing_to_explain():
         return planned
-    answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
+    answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned)) if c.answered)
     return planned.renewed(decided=answered)
 
 
@@ -207,7 +210,66 @@ def combination(planned: Planned) -> Planned | None:
     """What may be recommended together, measured as ``planned`` is; None for fewer than two, or without SciPy."""
     if missing_to_explain():
         return None
-    campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]
+    config = planned.experiment.configurations[0]
     workload = config.work_name if config.is_own else None
-    family = together(_stored(RECOMMENDATION, planned.output, None, campaign.machine_key, workload))
+    family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], workload))
     return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
+
+
+PRIMARY_SHARE = 0.75
+"""Of the time that is left, which the primary comparisons still to come may take."""
+LEAST_SECONDS = 12.0
+"""Less time is not worth the start of a question."""
+
+
+def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: Callable[[str, str], None]) -> int:
+    """Measure what questions (name -> settings) lack within ``seconds``; returns the sets that were added.
+
+    The primary comparisons of all come first, then with what time is left all others: a slow machine loses rows of
+    tables, and no answers. What has been shown before gets no further sets. ``say`` is called with a question and a
+    line of progress, or with why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how
+    the time is divided. Raises ConfigError, before anything is measured, if it is too short for the first comparison.
+    """
+    ends, sets, measured = time.monotonic() + seconds, 0, dict[str, Planned]()
+
+    @cache
+    def plan(name: str) -> Planned | None:
+        with _going_on(name, say):
+            return plan_question(name, further=False, say=partial(say, name), **asked[name])
+        return None
+
+    compared = (one for one in map(plan, asked) if one and any(f.candidates for f in one.experiment.families))
+    if (first := next(compared, None)) and first.campaign.missing():
+        check_time(first.renewed(seconds=max(seconds, 1.0)).campaign)
+    for count, name in enumerate(asked):
+        if not ((one := plan(name)) and one.campaign.missing()):
+            continue
+        weight = 1 + one.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+        left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
+        with _going_on(name, say):
+            measured[name] = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
+            sets += measured[name].measured_sets
+    with _going_on(RECOMMENDATION, say):
+        first = measured.get("amp") or next(iter(measured.values()), None)
+        if first and (combined := combination(first)):
+            measured = {RECOMMENDATION: combined, **measured}
+    for count, (name, one) in enumerate(measured.items()):
+        left = (ends - time.monotonic()) / (len(measured) - count)
+        stages = (PRIMARY, OTHERS) if name == RECOMMENDATION else (OTHERS,)
+        with _going_on(name, say):
+            measured[name] = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
+            sets += measured[name].measured_sets
+    date = hardware.environment().date
+    for name, one in measured.items():  # all answers are shown at once
+        with _going_on(name, say):
+            one.campaign.look(date)
+    return sets
+
+
+@contextlib.contextmanager
+def _going_on(name: str, say: Callable[[str, str], None]) -> Iterator[None]:
+    """Turn what is refused of one question into a line: the others go on."""
+    try:
+        yield
+    except LabError as error:
+        say(name, f"not measured: {error}")

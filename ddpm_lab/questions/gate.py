@@ -17,28 +17,20 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain import decisions, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.table import markdown
 from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.questions.comparison import first_losses, plan_pair, side, with_images
-from ddpm_lab.questions.planning import Measured, instrument_for
+from ddpm_lab.questions.planning import Planned, instrument_for
 from ddpm_lab.training.own_workload import code_of
 from ddpm_lab.training.setting import usual_device
 
 WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."
-
-
-@dataclass(frozen=True, slots=True)
-class Unchanged:
-    """Nothing was measured, since both sides run the same code; the sentence says so, without a full stop."""
-
-    sentence: str
 
 
 def measure(
@@ -50,13 +42,13 @@ def measure(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Measured | Unchanged:
+) -> Planned | Outcome:
     """Measure a training step as it is in the working tree against a revision of the repository that one works in.
 
     ``given`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
     ``against`` is any revision that git knows here, and the baseline. ``always`` measures identical code too. The rest
-    is as in ``compare``; ``limits`` are resolution, minutes and sets. Raises ConfigError where there is no such
-    repository or revision, a side cannot be run, or what would time the two differs.
+    is as in ``compare``; ``limits`` are resolution, minutes and sets. Code that is the same passes unmeasured. Raises
+    ConfigError where there is no such repository or revision, a side cannot be run, or what would time the two differs.
     """
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
@@ -81,9 +73,10 @@ def measure(
         here, there = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
         changed = sorted({name for name, _ in here ^ there})
         if not changed and ours == base and not always:
-            return Unchanged(
+            return _said(
+                IDENTICAL,
                 f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
-                f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
+                f"({tree.revision}), so nothing was measured; files that it reads do not count (--always measures)",
             )
         if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
             raise ConfigError(
@@ -137,13 +130,8 @@ def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
     """Raise ConfigError where the revision's own lab does not read these settings as the same work."""
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).run_id)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(tree.path)}
-    asked = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        input=pickle.dumps(config),
-        capture_output=True,
-        check=False,
-        env=environment,
-    )
+    command = [sys.executable, "-P", "-c", code]
+    asked = subprocess.run(command, input=pickle.dumps(config), capture_output=True, check=False, env=environment)
     if asked.returncode or asked.stdout.decode().strip() != config.run_id:
         said = asked.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["they name other work there"]
         raise ConfigError(
@@ -207,15 +195,6 @@ def _said(status: str, text: str) -> Outcome:
     return Outcome(status=status, sentence=f"{status}: {text}")
 
 
-def summary(answer: Answer, judged: Outcome, threshold: float) -> str:
+def summary(answer: Answer, judged: Outcome) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
-    found, losses = answer.finding, first_losses(answer.study)
-    noise = stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high)
-    row = {
-        "gate": judged.status,
-        "ratio, 95 % interval": found.speed,
-        "baseline repeated": phrases.between(noise) or phrases.DASH,
-        "slowdown allowed": phrases.share(threshold),
-        "losses": losses.verdict,
-    }
-    return f"### {judged.sentence}\n\n{markdown([row])}\n{found.claim}\n\nLosses: {losses.sentence}.\n"
+    return f"### {judged.sentence}\n\n{answer.finding.claim}\n\nLosses: {first_losses(answer.study).sentence}.\n"

@@ -23,11 +23,10 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
-from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
+from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family, Question
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     Batches,

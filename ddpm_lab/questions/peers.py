@@ -12,22 +12,19 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, findings, limits, phrases
-from ddpm_lab.explain.answer import Answer, View, speeds
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain import decisions, findings, limits, machine_state, phrases
+from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.figure_ratios import MEANING, band
 from ddpm_lab.explain.figure_ratios import row as ratio_row
-from ddpm_lab.explain.findings import ANSWERED, FAILED, Finding, about, common_notes, compared, plain
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, common_notes, compared, plain
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.explain.table import Table, without_constant
+from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
+from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
 if TYPE_CHECKING:
@@ -222,109 +219,68 @@ def _limits(ours: RunConfig, name: str) -> Family:
 
 def answer(study: Study) -> Answer:
     """Compare this trainer with others, lever by lever, and with the limits of the machine."""
-    found = _finding(study)
+    found, base = _finding(study), this_trainer(study)
     shown = speeds(study, found)
-    limit = "How far from the limit: an image at this machine's peaks, and measured."
-    worth = "What each setting of the trainer is worth on this machine."
+    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
     parts = "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it."
+    rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
     views = (
-        View(caption=limit, name="limits", figure=lambda: roofline_figure(study)),
-        View(caption=worth, name="levers", figure=lambda: levers_figure(study), table=lambda: lever_table(study)),
-        View(caption=parts, table=lambda: limits.table(study, this_trainer(study))),
+        View(caption=worth, name="levers", figure=lambda: levers_figure(study), table=lambda: speed_table(study, rows)),
+        View(caption=parts, table=lambda: limits.table(study, base)),
         *trained_views(study),
     )
     return replace(shown, figure=lambda: figure(study, shown), table=lambda: table(study), views=views)
 
 
 def _finding(study: Study) -> Finding:
-    rows = comparisons(study)
-    others = [r for r in rows if r.role not in ("baseline", "twin") and _rival(r)]
-    if not any(r.sets for r in others):
-        return _without_others(study, others) or compared(study, keep=_rival)
-    # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     measured = [r for r in other_trainers(study) if _is_peer(r)]
-    primary = [r for r in measured if r.primary]
-    nearest = min(primary or measured, key=lambda r: r.ratio.value, default=None)
-    if nearest is None:
-        return compared(study, keep=_rival)
+    if not measured:
+        peaks = limits.peaks(study)
+        if peaks and all(r.family.startswith(LIMITS) for r in comparisons(study)):
+            headline = f"Peaks of this machine: {peaks}"
+            return replace(plain(study, headline, ANSWERED, *machine_state.warnings(study)), verdict="measured")
+        return compared(study, keep=lambda r: _is_rival(r.family))
+    # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
+    nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
-    return about(study, nearest, findings.headline_of(mine), _evidence(study), *common_notes(study, rows))
-
-
-def _rival(row: Comparison) -> bool:
-    return not row.family.startswith(LIMITS)
-
-
-def _without_others(study: Study, rivals: Sequence[Comparison]) -> Finding | None:
-    """The answer to ``peers`` where no other trainer runs here, or where only the machine's peaks were asked for."""
     notes = common_notes(study, comparisons(study))
-    peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
-    unable = [r.label for r in rivals if r.status == "unsupported" and not r.label.endswith((TUNED, FORMATS))]
-    if unable and all(r.status in ("unsupported", "left out") for r in rivals):
-        headline = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(unable)))}"
-        return plain(study, headline, FAILED, _evidence(study), f"{peaks}." if peaks else "", *notes)
-    return replace(plain(study, peaks, ANSWERED, *notes), verdict="measured") if peaks and not rivals else None
-
-
-_NONE = phrases.DASH
+    return about(study, nearest, findings.headline_of(mine), _evidence(study), *notes)
 
 
 def other_trainers(study: Study) -> list[Comparison]:
-    """Every other trainer, turned round: ``ratio`` is the time it takes for equal images divided by this trainer's.
+    """Every other trainer, turned round: ``ratio`` is the time it takes for equal images divided by this trainer's."""
+    rows = [r for r in comparisons(study) if _is_rival(r.family) and r.role in ("candidate", "note")]
+    return [_turned(r) for r in rows]
 
-    The names of those that are measured in fp32 against fp32 say so, and of those beside whom the trainer had another
-    network or batch than beside most, which. Trainers without a speed come too.
-    """
-    found, base = list[Comparison](), this_trainer(study)
+
+def _turned(row: Comparison) -> Comparison:
+    """A row as this trainer beside it; one without a speed as it is."""
+    if not row.sets:
+        return row
     verdicts = {decisions.FASTER: decisions.SLOWER, decisions.SLOWER: decisions.FASTER}
-    for row in comparisons(study):
-        if row.role in ("candidate", "note") and _is_rival(row.family):
-            named = replace(row, label=row.label + (_kind(row.family) or _other_work(row, base)))
-            turned = replace(named, ratio=row.ratio.inverse, noise=row.noise.inverse)
-            turned = replace(turned, logs=tuple((s, -log) for s, log in row.logs))
-            found.append(replace(turned, verdict=verdicts.get(row.verdict, row.verdict)) if row.sets else named)
-    return found
-
-
-def _kind(family: str) -> str:
-    """What is compared there, where it is not training in the trainer's own precision."""
-    return next((kind for kind in (BOTH_FP32, plan.SAMPLING, LEVERS) if family.endswith(kind)), "")
-
-
-def _other_work(row: Comparison, base: Comparison | None) -> str:
-    """Network and batch of a row, where they are not those that this trainer is described with."""
-    work = (row.config.network, row.batch)
-    here = base is None or work == (base.config.network, base.batch)
-    return "" if here else f", on {work[0]} at batch {work[1]}"
-
-
-def levers(study: Study) -> list[Comparison]:
-    """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    return [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role == "candidate"]
+    turned = replace(row, ratio=row.ratio.inverse, noise=row.noise.inverse, logs=tuple((s, -v) for s, v in row.logs))
+    return replace(turned, verdict=verdicts.get(row.verdict, row.verdict))
 
 
 def this_trainer(study: Study) -> Comparison | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    trained = [r for r in comparisons(study) if _is_rival(r.family) and not _kind(r.family)]
+    trained = [r for r in comparisons(study) if _trains_as_it_is(r.family)]
     others = Counter(r.family for r in trained if r.role == "candidate" and r.sets)
     mine = [r for r in trained if r.role == "baseline" and r.sets]
     return max(mine, key=lambda r: others[r.family], default=None)
-
-
-def _drawn(study: Study, rows: Sequence[Comparison]) -> Study:
-    """The study of the families that rows belong to: what is said beside them is of these alone."""
-    wanted = {(r.baseline_id, _kind(r.family)) for r in rows}
-    records = [r for r in study.records if not r.family.startswith(LIMITS)]
-    return replace(study, records=tuple(r for r in records if (r.baseline_id, _kind(r.family)) in wanted))
 
 
 def _is_rival(family: str) -> bool:
     return not family.endswith(LEVERS) and not family.startswith(LIMITS)
 
 
+def _trains_as_it_is(family: str) -> bool:
+    """Whether a family compares training as both sides do it best: neither fp32 alone, nor sampling."""
+    return _is_rival(family) and not family.endswith((BOTH_FP32, plan.SAMPLING))
+
+
 def _is_peer(row: Comparison) -> bool:
-    """Whether a row compares training as both sides do it best: neither fp32 alone, nor sampling."""
-    return bool(row.sets) and BOTH_FP32 not in row.label and plan.SAMPLING not in row.label
+    return bool(row.sets) and _trains_as_it_is(row.family)
 
 
 def _evidence(study: Study) -> str:
@@ -339,76 +295,25 @@ def _evidence(study: Study) -> str:
 
 
 def table(study: Study) -> Table:
-    """How many times as fast this trainer is as each other, size, speed and memory.
+    """How many times as fast this trainer is as each other, beside speed, size and memory of that one."""
+    rows = [r for r in comparisons(study) if _is_rival(r.family)]
+    shown = [_turned(r) if r.role == "candidate" else r for r in rows]
 
-    Before the others of a family stands this trainer as it ran beside them.
-    """
-    found, times = [], "\N{MULTIPLICATION SIGN}"
-    for row in _shown(study):
-        role = "twin" if row.label.endswith(", repeated") else row.role
-        wanted = (row.run_id, row.family, role, "ok")
+    def columns(row: Comparison) -> dict[str, str]:
+        wanted = (row.run_id, row.family, row.role, "ok")
         records = [r for r in study.records if (r.run_id, r.family, r.role, r.status) == wanted]
         seen = rank_zero(records[-1]) if records else {}
         # A peer and a sampler count their own work, that of the lab's trainer is with the limits.
         trains = row.config.workload == DDPM
         flop = seen.get("flop_per_image") or (limits.flop_per_image(study, row.config) if trains else None)
-        speed = {
-            "Images/s": phrases.significant(row.images_per_second),
-            "Step": phrases.seconds(row.step_seconds),
-            "Format": str(row.config.precision),
-            "Peak memory": phrases.peak_memory(row),
+        return {
+            "Format": str(row.config.precision) if row.sets else phrases.DASH,
+            "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else phrases.DASH,
+            "GFLOP/image": f"{flop / 1e9:.2f}" if flop else phrases.DASH,
         }
-        last = {f"Sets {times} turns": f"{row.sets} {times} {row.turns}", "Quality": row.quality}
-        compared = bool(row.sets) and row.role == "candidate"
-        found.append(
-            {
-                "Configuration": row.label,
-                "This trainer is": phrases.ratio_with_interval(row, f" {times}") if compared else _NONE,
-                "Verdict": phrases.outcome(row),
-                **(speed if row.sets else dict.fromkeys(speed, _NONE)),
-                "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
-                "GFLOP/image": f"{flop / 1e9:.2f}" if flop else _NONE,
-                **(last if row.sets else dict.fromkeys(last, _NONE)),
-                "Note": "" if row.sets else row.reason,
-            }
-        )
-    return without_constant(found, {"Note": [""]})
 
-
-def _shown(study: Study) -> list[Comparison]:
-    base, others = this_trainer(study), other_trainers(study)
-    mine = [r for r in comparisons(study) if r.sets and _is_rival(r.family)]
-    bases = {(r.family, r.baseline_id): r for r in mine if r.role == "baseline"}
-    found = []
-    twins = [replace(r, label=f"{OURS}, repeated", role="candidate") for r in mine if r.role == "twin"][:1]
-    # The family that is described in words comes first, whatever order they were measured in.
-    for row in ([base] if base else []) + others:
-        if own := bases.pop((row.family, row.baseline_id), None):
-            where = _kind(own.family) or _other_work(own, base)
-            found += [replace(own, label=f"{OURS} (baseline){where}"), *twins]
-            twins = []
-        found += [row] if row.role != "baseline" else []
-    return found
-
-
-def lever_table(study: Study) -> Table:
-    """Each setting of the trainer put back alone: the trainer's speed with it, memory and quality."""
-    found = []
-    for row in levers(study):
-        cells = {
-            "Speed of the trainer with it": phrases.ratio_with_interval(row),
-            "Verdict": phrases.outcome(row),
-            "Images/s": phrases.significant(row.images_per_second),
-            "Peak memory": phrases.peak_memory(row),
-            "Quality": row.quality,
-        }
-        if not row.sets:
-            cells = {**dict.fromkeys(cells, _NONE), "Verdict": phrases.failure(row)}
-        found.append({"Configuration": row.label, **cells, **phrases.loss(row)})
-    return without_constant(found, {key: [_NONE] for key in phrases.LOSS})
-
-
-_WORK_KINDS = ("convolution", "matrix product", "normalisation", "element-wise", "optimizer", "rest")
+    cells = speed_table(study, shown, columns)
+    return [{"This trainer is" if name == "Speed" else name: cell for name, cell in row.items()} for row in cells]
 
 
 def figure(study: Study, usual: Answer) -> Figure:
@@ -416,10 +321,9 @@ def figure(study: Study, usual: Answer) -> Figure:
 
     What was measured in fp32 alone, in sampling, or with another network or batch stands in the table.
     """
-    rows = [r for r in other_trainers(study) if r.sets]
+    rows, own = [r for r in other_trainers(study) if r.sets], this_trainer(study)
     if not rows:
         return usual.figure()
-    own = this_trainer(study)
     mine = [r for r in rows if _is_peer(r) and own is not None and r.baseline_id == own.run_id] or rows
     panels: dict[str, list[Comparison]] = {}
     # As it comes, in this trainer's formats, and with all that its users could change.
@@ -437,7 +341,7 @@ def figure(study: Study, usual: Answer) -> Figure:
             for name, found in panels.items()
         ],
         title=usual.finding.headline,
-        context=phrases.context(_drawn(study, mine)),
+        context=phrases.context(_of_baselines(study, mine)),
         note=f"Time of the other trainer for equal images divided by this one's, with 95 % interval over sets; dots: "
         f"single sets; band: this trainer repeated. Blue: this trainer is faster; orange: slower; grey: no difference "
         f"found. Quality is not measured. {f'The table has {others}.' if len(rows) > len(mine) else ''}",
@@ -447,49 +351,20 @@ def figure(study: Study, usual: Answer) -> Figure:
 
 def levers_figure(study: Study) -> Figure | None:
     """One row for each setting put back alone: how fast the trainer then is; None where none is measured."""
-    rows = sorted((r for r in levers(study) if r.sets), key=lambda r: r.ratio.value)
-    if not rows:
+    levers = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role == "candidate" and r.sets]
+    if not levers:
         return None
     return forest(
-        [Panel(rows=[*map(ratio_row, rows)], reference=1, band=band(rows))],
+        [Panel(rows=[*map(ratio_row, sorted(levers, key=lambda r: r.ratio.value))], reference=1, band=band(levers))],
         title="What each setting of the trainer is worth here",
-        context=phrases.context(_drawn(study, rows)),
+        context=phrases.context(_of_baselines(study, levers)),
         note="Each setting put back alone: below 1 the trainer's default is faster. Geometric mean and 95 % interval "
         f"over sets; band: the baseline repeated. {MEANING}",
         label="speed relative to the default settings",
     )
 
 
-def roofline_figure(study: Study) -> Figure | None:
-    """The time of an image: measured, and at the machine's peaks by kind of work; None where it was not measured."""
-    base = this_trainer(study)
-    line = limits.roofline(study, base)
-    if base is None or line is None:
-        return None
-    peaks = (
-        f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}, "
-        f"{phrases.significant(line.bandwidth / 1e9)} GB/s in a copy"
-    )
-    whole = line.measured_seconds
-    rows = [
-        Row(name="measured", value=1e3 * whole, colour=style.SOFT, text=phrases.seconds(whole)),
-        _bar("at peak, every kernel for itself", {p.kind: p.seconds for p in line.parts}),
-        _bar(
-            "at peak, the rest free",
-            {p.kind: p.seconds for p in line.parts if p.kind in (*limits.NEEDED, limits.OPTIMIZER)},
-        ),
-    ]
-    return bars(
-        [Panel(rows=rows)],
-        title=f"Runs at {100 * line.flop_share:.0f} % of the hardware limit",
-        context=f"{phrases.context(_drawn(study, [base]))}{style.SEPARATOR}{peaks}",
-        label="milliseconds for an image",
-        names={kind: colour for kind, colour in zip(_WORK_KINDS, style.SERIES, strict=False) if kind in rows[1].parts},
-        note="At the peak each kind of work takes the longer of its FLOP at the measured FLOP/s (the better of a large "
-        "product and a convolution) and its bytes at the measured bandwidth. Caches can make bytes cheaper.",
-    )
-
-
-def _bar(name: str, parts: dict[str, float]) -> Row:
-    parts = {kind: 1e3 * seconds for kind, seconds in parts.items()}
-    return Row(name=name, parts=parts, text=phrases.seconds(sum(parts.values()) / 1e3))
+def _of_baselines(study: Study, rows: Sequence[Comparison]) -> Study:
+    """The study of the families that rows belong to: what is said beside them is of these alone."""
+    wanted = {(r.baseline_id, r.family) for r in rows}
+    return replace(study, records=tuple(r for r in study.records if (r.baseline_id, r.family) in wanted))

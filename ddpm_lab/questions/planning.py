@@ -1,7 +1,4 @@
-"""From settings to a question ready to be measured, and what measuring it came to.
-
-All that can be refused is refused here, before a rank starts.
-"""
+"""From settings to a question ready to be measured: all that can be refused is refused here, before a rank starts."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
-from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
+from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import decisions
 from ddpm_lab.explain.comparisons import comparisons
@@ -30,13 +27,13 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, RESOLUTION, SEARCH, TUNED, Experiment, Plan
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.search import SEARCH_PLAN
-from ddpm_lab.record import TWIN, LedgerError
+from ddpm_lab.record import TWIN, Cohort, LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
 from ddpm_lab.training.setting import OWN_DATA, Images, Setup, check_ranks, usual_device
 
@@ -117,33 +114,48 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
-
-    ``completed`` says whether the ledger now holds an answer; ``seconds_left`` is below 0 where time was overrun.
-    """
-
-    planned: Planned
-    experiment: Experiment
-    ledger: Path
-    output_dir: Path
-    cohort: tuple[str, str, str, str]
-    measured_sets: int
-    completed: bool
-    seconds_left: float | None = None
-    disturbed: int = 0
-    """Sets that did not count, since other processes took the cores that they needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """An experiment that is checked and ready to be measured: nothing is refused any more."""
+    """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
+
+    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets,
+    and those of them that did not count, of a first attempt with all cores.
+    """
 
     campaign: Campaign
     output: Path
     progress: Progress
     on_cores: Callable[[int | None], Planned] | None = None
-    """The same question for so many cores; None where they were asked for, and are not chosen by what is free."""
+    before: tuple[int, int] = (0, 0)
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.campaign.experiment
+
+    @property
+    def ledger(self) -> Path:
+        return self.campaign.ledger.path
+
+    @property
+    def cohort(self) -> Cohort:
+        """Machine, code, data and plan of its records; images of further sizes are further data."""
+        c = self.campaign
+        data = c.experiment.configurations[0].data_sha256
+        return (c.machine_key, c.instrument.code.key, data, c.target.plan.key)
+
+    @property
+    def measured_sets(self) -> int:
+        """Sets that were measured now."""
+        return self.before[0] + self.campaign.measured_sets
+
+    @property
+    def disturbed(self) -> int:
+        """Those that did not count, since other processes took the cores that they needed."""
+        return self.before[1] + self.campaign.disturbed
+
+    @property
+    def completed(self) -> bool:
+        """Whether the ledger holds an answer."""
+        return self.campaign.held.any
 
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Planned:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
@@ -151,12 +163,15 @@ class Planned:
         target = replace(c.target, **changes)
         same = experiment is None or experiment.name == c.experiment.name
         again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces)
-        return replace(self, campaign=again, on_cores=self.on_cores if same else None)
+        return replace(self, campaign=again, on_cores=self.on_cores if same else None, before=(0, 0))
 
     def measure(
         self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
-    ) -> Measured:
-        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time."""
+    ) -> Planned:
+        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
+
+        What it returns is of fewer cores where the machine was too busy for all of them.
+        """
         sweep()
         planned = self
         with measuring(self.progress.always) as waited:
@@ -176,28 +191,11 @@ class Planned:
                 if left is not None:  # an answer is worth more than the time
                     left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
                 found = again.measure(seconds=left, stages=stages, look=look)
-                sets, disturbed = campaign.measured_sets + found.measured_sets, campaign.disturbed + found.disturbed
-                left = campaign.seconds_left()
-                return replace(found, measured_sets=sets, disturbed=disturbed, seconds_left=left)
+                sets, disturbed = found.before
+                return replace(found, before=(sets + campaign.measured_sets, disturbed + campaign.disturbed))
         count = campaign.measured_sets
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
-        return planned.result()
-
-    def result(self) -> Measured:
-        """What the ledger holds by now."""
-        c = self.campaign
-        data = c.experiment.configurations[0].data_sha256
-        return Measured(
-            planned=self,
-            experiment=c.experiment,
-            ledger=c.ledger.path,
-            output_dir=self.output,
-            cohort=(c.machine_key, c.instrument.code.key, data, c.target.plan.key),
-            measured_sets=c.measured_sets,
-            completed=c.held.any,
-            seconds_left=c.seconds_left(),
-            disturbed=c.disturbed,
-        )
+        return planned
 
     def _on_free_cores(self) -> Planned | None:
         """The same question for the cores that other processes leave; None where these are all, or too few for it."""
@@ -225,11 +223,10 @@ def plan_question(name: str, **settings: Any) -> Planned:
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
     own_plan = SEARCH_PLAN if name == SEARCH else None if name in STAGES else every_question()[name].about.plan
     plan = own_plan or scope.plan
-    if smoke:
-        plan = replace(plan, turns=scope.plan.turns)
-    limits = (asked.sets, asked.minutes, asked.resolution)
-    target = _target(plan, *limits, planned=scope.sets, cold_compiles=scope.cold_compiles)
-    target = replace(target, exact=target.exact or smoke, further=asked.further)
+    plan = replace(plan, turns=scope.plan.turns) if smoke else plan
+    target = _target(plan, asked.sets, asked.minutes, asked.resolution, planned=scope.sets)
+    exact = target.exact or smoke
+    target = replace(target, exact=exact, further=asked.further, cold_compiles=scope.cold_compiles)
     instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
@@ -241,7 +238,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
 
 
 def check_time(campaign: Campaign) -> None:
-    """Refuse a budget in which not even the primary comparison can get its least sets. Raises ConfigError."""
+    """Raise ConfigError for a budget in which not even the primary comparison can get its least sets."""
     target, family = campaign.target, next(iter(campaign.experiment.families), None)
     if not target.seconds or target.exact or family is None or not family.candidates:
         return
@@ -278,35 +275,23 @@ def plan_experiment(
 
 
 def _target(
-    plan: Plan,
-    sets: int | None,
-    minutes: float | None,
-    resolution: float | None,
-    *,
-    planned: int = MOST_SETS,
-    cold_compiles: int = 0,
+    plan: Plan, sets: int | None, minutes: float | None, resolution: float | None, *, planned: int = MOST_SETS
 ) -> Target:
     """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
     if minutes is not None and not (number(minutes) and minutes >= 0):
         raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
     if sets is not None:
         whole("sets", sets, 1)
-    to_come = None
-    if resolution is not None:
-        if not (number(resolution) and 0 < resolution < 1):
-            raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
-        if missing := missing_to_explain():
-            raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
-        to_come, planned = partial(decisions.sets_to_come, effect=resolution), MOST_SETS
-    return Target(
-        plan=plan,
-        sets=sets or planned,
-        cold_compiles=cold_compiles,
-        exact=sets is not None,
-        seconds=None if minutes is None else minutes * 60,
-        resolution=RESOLUTION if resolution is None else resolution,
-        sets_to_come=to_come,
-    )
+    seconds = None if minutes is None else minutes * 60
+    target = Target(plan=plan, sets=sets or planned, exact=sets is not None, seconds=seconds, cold_compiles=0)
+    if resolution is None:
+        return target
+    if not (number(resolution) and 0 < resolution < 1):
+        raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
+    if missing := missing_to_explain():
+        raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
+    to_come = partial(decisions.sets_to_come, effect=resolution)
+    return replace(target, sets=sets or MOST_SETS, resolution=resolution, sets_to_come=to_come)
 
 
 def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
@@ -416,27 +401,6 @@ def cores_of(
     if known:
         return most if 0 in known else max(known)
     return most if target.seconds == 0 else free_cores()
-
-
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
-    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
-
-    All of them where a side is not for the CPU, or says how many threads it takes.
-    """
-    most = hardware.usable_cores()
-    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
-        return most
-    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
-    wanted = ("compare", "look", hardware.machine().key)
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
-    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
-    return max(known, default=0) or free_cores()
-
-
-def on_cores(config: RunConfig, cores: int) -> RunConfig:
-    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
-    whole_machine = cores >= hardware.usable_cores()
-    return config if whole_machine else replace(config, threads=max(1, cores // config.node_size))
 
 
 def compiled_in(instrument: Instrument, ledger: Ledger) -> str:

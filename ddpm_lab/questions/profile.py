@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.explain import budget, machine_state, operators, phrases, quality
+from ddpm_lab.explain import budget, operators, phrases
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.budget import Budget, Line
 from ddpm_lab.explain.charts import style
@@ -15,10 +16,9 @@ from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.operators import Operator
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import Experiment
-from ddpm_lab.questions import bottleneck
-from ddpm_lab.questions.question import Question
+from ddpm_lab.plan import Experiment, Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
@@ -51,66 +51,59 @@ def profile(
 
 
 def answer(study: Study) -> Answer:
-    """Show the time budget of the latest profile, its operators, and what to change next."""
-    record, found = operators.latest_profile(study.records), finding(study)
-    taken = budget.budget(record) if record else None
-    views = []
-    if record and taken and operators.operators(record):
-        caption = "Operators of profiled steps, each second counted once."
-        views.append(View(caption=caption, name="operators", figure=lambda: _operators_figure(study, record)))
-        views.append(View(caption="The operators in numbers.", table=lambda: operators_table(study)))
-    if not any(r.config.is_own for r in study.records):  # whose changes are others
-        caption = "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting."
-        # What other questions measured counts, but for their profiles, of which each has a budget of its own.
-        measured = replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
-        views.append(View(caption=caption, table=lambda: bottleneck.table(measured)))
-    views.append(View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)))
+    """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
+    record = operators.latest_profile(study.records)
+    if record is None:
+        return _shown(study, _nothing(study))
+    taken, known = budget.budget(record), operators.operators(record)
+    if taken is None and not known:
+        return _shown(study, plain(study, "The profile holds no operator time", FAILED))
+    context = phrases.context(replace(study, records=(record,)))
+
+    def drawn() -> Figure:
+        return _operators_figure(f"{context}{style.SEPARATOR}{record.family}", record)
+
+    if taken is None:
+        headline, text = operators.shares(record)
+        found = replace(plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
+        return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
+    mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+    status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
+    found = plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
+    views = (
+        View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
+        View(caption="The operators in numbers.", table=lambda: operators_table(record)),
+    )
+    where = f"{context}{style.SEPARATOR}{record.label}"
     return Answer(
         study=study,
-        finding=found,
-        figure=lambda: figure(study, found),
-        table=lambda: operators_table(study) if taken is None else budget.table(taken),
-        views=views,
+        finding=replace(found, verdict=verdict),
+        figure=lambda: _budget_figure(taken, where, record.mechanism_only),
+        table=lambda: budget.table(taken),
+        views=views if known else (),
     )
 
 
-def finding(study: Study) -> Finding:
-    """Say what takes the largest part of a step."""
-    if not study.records:
-        return compared(study)
-    record = operators.latest_profile(study.records)
-    if record is None:
-        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
-        if failed is None:
-            how = "The command that measures it: ddpm-lab run profile."
-            return plain(study, "No profile was recorded", quality.NOT_MEASURED, how)
-        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
-        return plain(study, "The profile failed", FAILED, why)
-    if (taken := budget.budget(record)) is not None:
-        mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
-        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-        found = plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
-        return replace(found, verdict=verdict)
-    if not operators.operators(record):
-        return plain(study, "The profile holds no operator time", FAILED)
-    headline, text = operators.shares(record)
-    return replace(plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
+def _shown(study: Study, found: Finding) -> Answer:
+    """An answer without a profile: why there is none."""
+    message = partial(style.message, found.headline, phrases.context(study), found.claim)
+    return Answer(study=study, finding=found, figure=message, table=lambda: [])
+
+
+def _nothing(study: Study) -> Finding:
+    failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
+    if failed is None:
+        return compared(replace(study, records=()))
+    why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+    return plain(study, "The profile failed", FAILED, why)
 
 
 _TOP_OPERATORS = 12
 
 
-def operators_table(study: Study) -> Table:
+def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
-    record = operators.latest_profile(study.records)
-    if record is None:
-        return [
-            {"Configuration": r.label, "Status": phrases.status(r.status), "Reason": r.reason or ""}
-            for r in study.records
-            if r.status != "ok"
-        ]
-    steps = max(1, int((record.profile or {}).get("steps", 1)))
-    found = operators.operators(record)
+    steps, found = _steps(record), operators.operators(record)
     rows = [(op.name, op.kind, op.calls, op.seconds, op.share) for op in found[:_TOP_OPERATORS]]
     if rest := found[_TOP_OPERATORS:]:
         calls, seconds, share = (sum(getattr(op, name) for op in rest) for name in ("calls", "seconds", "share"))
@@ -127,18 +120,8 @@ def operators_table(study: Study) -> Table:
     ]
 
 
-def figure(study: Study, found: Finding) -> Figure:
-    """The time budget of the latest profile; without one its operators, without both a message."""
-    record = operators.latest_profile(study.records)
-    if record is not None and (taken := budget.budget(record)) is not None:
-        return _budget_figure(taken, f"{_context(study, record)}{style.SEPARATOR}{record.label}", record.mechanism_only)
-    if record is None or not operators.operators(record):
-        return style.message(found.headline, phrases.context(study), found.claim)
-    return _operators_figure(study, record)
-
-
-def _context(study: Study, record: RunRecord) -> str:
-    return phrases.context(replace(study, records=(record,)))
+def _steps(record: RunRecord) -> int:
+    return max(1, int((record.profile or {}).get("steps", 1)))
 
 
 def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:
@@ -196,35 +179,25 @@ def _beside(found: Budget) -> list[tuple[str, float]]:
     return [(name, both) for name, (_, both) in found.beside.items() if name != budget.WORKERS and both > least]
 
 
-def _operators_figure(study: Study, record: RunRecord) -> Figure:
-    classes, top = operators.classes(record), operators.operators(record)[:_DRAWN_OPERATORS]
+def _operators_figure(context: str, record: RunRecord) -> Figure:
+    classes, top, steps = operators.classes(record), operators.operators(record)[:_DRAWN_OPERATORS], _steps(record)
     colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
     colours[operators.OTHER] = style.FAINT
-    steps = max(1, int((record.profile or {}).get("steps", 1)))
-    panels = [
-        Panel(
-            heading=heading,
-            rows=[
-                Row(
-                    name=_short(op.name),
-                    value=100 * op.share,
-                    colour=colours[op.kind],
-                    text=f"{100 * op.share:.1f} %, {phrases.plural(style.number(op.calls / steps), 'call')} a step",
-                )
-                for op in shown
-            ],
-        )
-        for heading, shown in (
-            ("Classes of operators", classes),
-            (f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator", top),
-        )
-    ]
+
+    def row(op: Operator) -> Row:
+        calls = phrases.plural(style.number(op.calls / steps), "call")
+        text = f"{100 * op.share:.1f} %, {calls} a step"
+        return Row(name=_short(op.name), value=100 * op.share, colour=colours[op.kind], text=text)
+
+    longest = f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator"
     kind = "device" if operators.on_device(record) else "CPU"
-    counted = phrases.plural(steps, "profiled step")
     return bars(
-        panels,
+        [
+            Panel(heading="Classes of operators", rows=[*map(row, classes)]),
+            Panel(heading=longest, rows=[*map(row, top)]),
+        ],
         title=operators.shares(record)[0],
-        context=style.SEPARATOR.join([_context(study, record), record.family, counted]),
+        context=f"{context}{style.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
         "profiler slows a step down: shares are shown, not speeds.",

@@ -25,8 +25,7 @@ from ddpm_lab.explain.figure_ratios import band
 from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
-from ddpm_lab.questions.question import Question
+from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial, scaled
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
@@ -401,22 +400,18 @@ def samples_figure(study: Study) -> Figure | None:
     if not shown:
         return None
     first = shown[0][1]
-    told = samples.drawn(first)
-    rows = [_row(record) for _, record in shown]
-    height = sum(_HEADING + row.shape[0] / style.DPI for row in rows) + 0.1
+    told, rows = samples.drawn(first), [(heading, _row(record)) for heading, record in shown]
+    height = sum(_HEADING + row.shape[0] / style.DPI for _, row in rows) + 0.1
+    note = f"""{phrases.plural(told["images"], "image")} of each configuration's averaged weights, trained on
+        {int(first.config.option("images", 0)):,} images with seed {first.config.seed}; {told["sampler"].upper()},
+        {told["steps"]} steps, in fp32 and eager. A column starts from the same noise in every row. The verdict is that
+        of all seeds."""
     with style.style():
-        sheet, body = style.sheet(
-            "What each setting draws from the same noise",
-            phrases.context(study),
-            height,
-            f"{phrases.plural(told['images'], 'image')} of each configuration's averaged weights, trained on "
-            f"{int(first.config.option('images', 0)):,} images with seed {first.config.seed}; "
-            f"{told['sampler'].upper()}, {told['steps']} steps, in fp32 and eager. A column starts from the same noise "
-            "in every row. The verdict is that of all seeds.",
-        )
+        title = "What each setting draws from the same noise"
+        sheet, body = style.sheet(title, phrases.context(study), height, note)
         box = body.bbox
         top = box.y1 / style.DPI
-        for (heading, _), row in zip(shown, rows, strict=True):
+        for heading, row in rows:
             y = (top - 0.1 - box.y0 / style.DPI) / height
             body.text(_EDGE / style.WIDTH, y, heading, va="top", fontsize=style.SMALL)
             top -= _HEADING
@@ -429,12 +424,12 @@ def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
     family, found = _family(study), []
     drew = [r for row in family[:1] for r in _trials_of(family, row) if samples.drawn(r)]
+    how = {k: v for k, v in samples.drawn(drew[0]).items() if k != "png"} if drew else {}
     for row in family if drew else ():
         verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
         for record in _trials_of(family, row):
             # Equal numbers, seed and sampler, and so equal noise.
-            ours, theirs = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, drew[0]))
-            if ours == theirs:
+            if {k: v for k, v in samples.drawn(record).items() if k != "png"} == how:
                 fid = samples.fid([record])
                 words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
                 words += [f"FID {samples.fid_words(fid)}"] if fid else []

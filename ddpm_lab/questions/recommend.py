@@ -23,7 +23,7 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, Cell, Space
 from ddpm_lab.questions import search
-from ddpm_lab.questions.planning import Measured, Planned, plan_question
+from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord
 
@@ -46,7 +46,7 @@ def recommend(
     only: Mapping[str, Sequence[object]] | None = None,
     global_batch_size: int | None = None,
     **settings: Any,
-) -> Measured:
+) -> Planned:
     """Search, then measure baseline, winner and the steps between them in sets of their own.
 
     ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
@@ -87,7 +87,7 @@ def recommend(
             _note_space(fresh.campaign, space)
             done = fresh.measure()
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
-                return dataclasses.replace(done, measured_sets=done.measured_sets + planned.campaign.measured_sets)
+                return dataclasses.replace(done, before=(done.before[0] + planned.campaign.measured_sets, 0))
             # Trials call the winner worse: search without it.
 
 

@@ -26,11 +26,10 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import SEARCH, Cell, Space
+from ddpm_lab.plan import SEARCH, Cell, Question, Space
 from ddpm_lab.questions import changes
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.changes import GOOD, OPEN
-from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.settings_file import OWN as OF_A_RUN

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddpm_lab.explain import decisions, figure_ratios, phrases, stats
+from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
 
 if TYPE_CHECKING:
@@ -72,13 +70,8 @@ def answer(study: Study) -> Answer:
             "Pays off": pays_off(cost, row) if compiled else phrases.DASH,
         }
 
-    crossing = "Total time with and without compiling: where the lines cross it pays off."
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
-    views = (
-        View(caption=crossing, name="break_even", figure=lambda: crossings(study)),
-        View(caption=split, name="costs", figure=lambda: costs(study)),
-        *trained_views(study),
-    )
+    views = (View(caption=split, name="costs", figure=lambda: costs(study)), *trained_views(study))
     found = compared(study, own=lambda lead: [sentence(study, lead)])
     return speeds(study, found, columns=columns, views=views)
 
@@ -107,33 +100,13 @@ def break_even(study: Study, row: Comparison) -> BreakEven:
     """Return the break-even of one compiled configuration."""
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
     cold = [r.stages["compile"] for r in ok if "compile" in r.stages]
-    cost, step = stats.estimate(np.log(cold)), _eager_step(row)
+    cost, step = stats.estimate(np.log(cold)), row.step_seconds * row.ratio.value
     saved, saved_low, saved_high = (step * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
     ends = (math.inf, math.inf) if cold and not math.isnan(saved_low) else (math.nan, math.nan)
     if saved > 0 and ends == (math.inf, math.inf):
         ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
     steps = stats.break_even_steps(cost.value, step, row.ratio.value)
     return BreakEven(cost=cost, measurements=len(cold), steps=steps, steps_low=ends[0], steps_high=ends[1])
-
-
-def _eager_step(row: Comparison) -> float:
-    """Return the seconds of a step of the baseline, paired with the configuration's."""
-    return row.step_seconds * row.ratio.value
-
-
-def total_seconds(found: BreakEven, row: Comparison, steps: float) -> tuple[float, float, float]:
-    """Compile time and so many steps: value and interval; the interval meets eager training at the break-even's ends.
-
-    Distances of the parts from their ends add up as squares (MOVER, as for the break-even).
-    """
-    cost, eager = found.cost, steps * _eager_step(row)
-    ratio = row.ratio
-    parts = ((cost.value, cost.low, cost.high), (eager / ratio.value, eager / ratio.high, eager / ratio.low))
-    below, above = (
-        math.hypot(*(0.0 if math.isnan(part[end]) else part[end] - part[0] for part in parts)) for end in (1, 2)
-    )
-    total = cost.value + eager / ratio.value
-    return total, total - below, total + above
 
 
 _COUNTERS = {
@@ -194,7 +167,6 @@ def costs(study: Study) -> Figure | None:
     shown = [(c, rows) for c in comparisons(study) if c.role == "candidate" and (rows := _bars(study, c))]
     if not shown:
         return None
-    counted = dict.fromkeys(words for c, _ in shown if (words := counters(study, c.run_id)))
     return bars(
         [Panel(heading=c.family, rows=rows) for c, rows in shown],
         title="What a run costs beside its steps",
@@ -202,7 +174,7 @@ def costs(study: Study) -> Figure | None:
         label="seconds",
         names=dict(zip(STAGES.values(), style.SERIES, strict=False)),
         note="Median of each stage over the groups measured; timed steps last as long as the plan of a set says, and a "
-        f"cold compile is measured without them.{f' Witnessed: {phrases.joined(list(counted))}.' if counted else ''}",
+        "cold compile is measured without them.",
     )
 
 
@@ -220,38 +192,3 @@ def _bars(study: Study, c: Comparison) -> list[Row]:
             text = f"{phrases.seconds(sum(parts.values()))}{compiled}"
             rows.append(Row(name=f"{name} ({phrases.plural(len(found), 'group')})", parts=parts, text=text))
     return rows
-
-
-def crossings(study: Study) -> Figure | None:
-    """Time since the start with and without compiling, up to beyond the step where the lines cross."""
-    rows = [c for rows in figure_ratios.measured(study) for c in rows if c.role == "candidate"]
-    plots = [_crossing(c, found) for c in rows if not math.isnan((found := break_even(study, c)).cold_seconds)]
-    if not plots:
-        return None
-    return lines(
-        plots[:4],
-        title="When compiling pays off: total time with and without it",
-        context=phrases.context(study),
-        note="A projection: cold compile time and steady steps. Shade: 95 % interval of the speed ratio, and of the "
-        "compile time where it was measured more than once. Dashed: where the lines cross.",
-    )
-
-
-def _crossing(c: Comparison, found: BreakEven) -> Plot:
-    step, pays = _eager_step(c), c.verdict == decisions.FASTER and math.isfinite(found.steps)
-    last = 2.2 * found.steps if pays else 4 * found.cold_seconds / step
-    scale, unit = (60.0, "minutes") if step * last > 300 else (1.0, "seconds")
-    along = np.linspace(0, last, 60)
-    total, low, high = np.array([total_seconds(found, c, at) for at in along]).T / scale
-    how = "pays off" if c.resolved and not math.isnan(found.steps) else "break-even"
-    eager = [0, step * last / scale]
-    return Plot(
-        lines=[
-            Line(name=c.baseline_label, x=[0, last], y=eager, colour=style.INK, look="--", width=2.2),
-            Line(name=c.label, x=along, y=total, low=low, high=high, look="-", shade=True, width=2.2),
-        ],
-        heading=f"{c.family}: {how} {pays_off(found, c)}",
-        x_label="steps",
-        y_label=f"{unit} since the start",
-        at=found.steps if pays else None,
-    )

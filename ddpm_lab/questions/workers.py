@@ -13,9 +13,8 @@ from ddpm_lab.explain import figure_ratios
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import identity_trials
-from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup
 
 QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")

@@ -33,7 +33,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.questions import agenda
+from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import every_question
 from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
@@ -238,7 +238,7 @@ class _Run:
             self.say(names[name].stem if name in names else name, line)
 
         try:
-            agenda.measure(asked, seconds=seconds, say=say)
+            experiments.measure_all(asked, seconds=seconds, say=say)
         except ConfigError as error:
             least = str(error).partition(": ")[2]
             spent = f"minutes is {self.seconds / 60:.2g}, and the pages take {pages_take / 60:.2g}"
