@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Messages = Annotated[Sequence[int] | None, Opt("bytes of the messages", least=4)]
-ALL_REDUCE = "ddpm_lab.training.allreduce:all_reduce"
+ALL_REDUCE = "ddpm_lab.training.limits:all_reduce"
 PLAN = Plan(turns=6, window_seconds=0.1, window_steps=5, settle_steps=2, warmup_steps=5)
 """Nothing is compared with anything: a time within some per cent is enough, and large messages take long."""
 QUESTION = Question(title="How fast do ranks exchange gradients?", file="all_reduce", plan=PLAN)
