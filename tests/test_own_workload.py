@@ -23,8 +23,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at
-from ddpm_lab.training.setting import Images, Own, Setup
+from ddpm_lab.training.setting import FOR_OWN, Images, Own, Setup, check_name, look_at
 
 WHOLE = Own(
     name="mine:make",

@@ -30,8 +30,7 @@ from ddpm_lab.questions import agenda
 from ddpm_lab.questions import calibrate as calibration
 from ddpm_lab.questions.ask import every_question
 from ddpm_lab.reports.notebooks import NUMBERED, ReportError, choose, execute, load
-from ddpm_lab.training.own_workload import check_brought, check_name
-from ddpm_lab.training.setting import usual_device
+from ddpm_lab.training.setting import check_brought, check_name, usual_device
 from ddpm_lab.training.stopping import Stop
 
 _SHOWING = ("bands", "minutes", "published")
