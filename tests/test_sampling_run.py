@@ -25,9 +25,9 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
-from ddpm_lab.training.generation import generate, generation, image_generator
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
+from ddpm_lab.training.training import generate, generation, image_generator
 
 
 class Ranks:

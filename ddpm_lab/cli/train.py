@@ -122,7 +122,7 @@ def sample(options: argparse.Namespace) -> int:
         few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
         print(f"FID {samples.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
     if options.grid:
-        from ddpm_lab.training.generation import write_grid  # noqa: PLC0415 - imports torch
+        from ddpm_lab.training.training import write_grid  # noqa: PLC0415 - imports torch
 
         write_grid(paths, folder / "grid.png")
     print(folder / "grid.png" if options.grid else folder)
