@@ -70,7 +70,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),
     "count": _of("how many images, at most 1000000", int, metavar="N", required=True),
     "grid": _of("write all images as one, grid.png, too", bool),
-    "inception": _of("weights of torch-fidelity's Inception: the images' FID too", metavar="FILE"),
     # results
     "ledger": _of("records to read (default: your own ledger)", nargs="+", metavar="FILE"),
     "machine": _of("whose records: a name, a part of it, or a key", metavar="NAME"),

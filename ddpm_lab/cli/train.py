@@ -13,7 +13,6 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data import packed
-from ddpm_lab.explain import samples
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.process import sweep
@@ -100,9 +99,6 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
 
 
 def sample(options: argparse.Namespace) -> int:
-    if bool(options.inception) != bool(options.data):
-        there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
-        raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     options.hint = lambda: "the images that were made stay, the same command goes on"
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
     if not checkpoint.name:
@@ -112,15 +108,8 @@ def sample(options: argparse.Namespace) -> int:
     world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
     _tell_of_idle(options.device, world_size, progress)
     sweep()
-    if options.inception:
-        how = {"cache": output_folder(None) / PREPARED, "progress": progress, **given(options, "held_out", "skip_bad")}
-        fid, data = sampling_run.plan_sample_fid(checkpoint, options.inception, options.data, options.count, **how)
-    how = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
+    how: dict[str, Any] = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
-    if options.inception:
-        found = sampling_run.sample_fid(paths, fid, data, device=options.device, progress=progress)
-        few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
-        print(f"FID {samples.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
     if options.grid:
         from ddpm_lab.training.training import write_grid  # noqa: PLC0415 - imports torch
 
@@ -161,15 +150,10 @@ COMMANDS = {
     "sample": Command(
         sample,
         f"sample {EXAMPLE} --count 64 --grid",
-        "checkpoint count output-dir grid batch-size world-size device inception data held-out skip-bad",
+        "checkpoint count output-dir grid batch-size world-size device",
         {
             "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
             "batch-size": {"help": "images that a rank makes at once (default: 64)", "default": 64},
-            "data": {
-                "help": "images that a FID is measured against: a folder, an archive, or synthetic",
-                "default": None,
-            },
-            "held-out": "images not to measure against (default: 5 % of them)",
         },
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
     ),

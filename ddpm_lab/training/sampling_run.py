@@ -1,4 +1,4 @@
-"""Images from a checkpoint, in the parent: which are missing, the ranks that make them, and their FID."""
+"""Images from a checkpoint, in the parent: which are missing, and the ranks that make them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ import hashlib
 import io
 import json
 import math
-import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from PIL import Image
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
-from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, validate
 from ddpm_lab.files import replace, writing
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.alone import distance
 from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.plan import Fid
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
 
@@ -180,44 +174,3 @@ def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> No
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
         raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")
-
-
-def plan_sample_fid(
-    checkpoint: Path,
-    inception: str,
-    data: str,
-    count: int,
-    *,
-    cache: Path,
-    held_out: str | None,
-    skip_bad: bool,
-    progress: Progress,
-) -> tuple[Fid, Path]:
-    """A FID of ``count`` images of a checkpoint, and the prepared folder of ``data`` that it is measured against.
-
-    Raises:
-        ConfigError: what it needs is missing, or there are fewer images to train on.
-        CheckpointError: the checkpoint cannot be used.
-        DataError: the images cannot be used.
-    """
-    from ddpm_lab.training.checkpoint import read  # noqa: PLC0415 - torch only where one is read
-    from ddpm_lab.training.fid import plan_fid  # noqa: PLC0415
-
-    plan_fid(inception, count, None)  # before any image is decoded
-    size = read(checkpoint).config.image_size
-    folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
-    return plan_fid(inception, count, read_manifest(folder)), folder
-
-
-def sample_fid(
-    paths: Sequence[Path], fid: Fid, data: Path, *, device: str | None, progress: Progress
-) -> dict[str, Any]:
-    """The FID of image files, as ``alone.distance`` gives it. Raises RunFailed."""
-    with tempfile.TemporaryDirectory(prefix="ddpm_lab-fid-") as folder:
-        generated = Path(folder, "generated.npy")
-        np.save(generated, np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]))
-        how: dict[str, Any] = {"data": str(data), "device": usual_device(device), "threads": hardware.usable_cores()}
-        try:
-            return distance(fid, generated, progress=lambda text: progress(f"FID, {text}"), **how)
-        except GroupFailed as failed:
-            raise RunFailed(f"no FID: {failed.reason}; the images that were made stay") from failed
