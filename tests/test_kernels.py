@@ -17,7 +17,7 @@ from random_networks import error
 from torch import Tensor, nn
 
 from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.attention import PRODUCTS_UP_TO, attend
+from ddpm_lab.diffusion.blocks import PRODUCTS_UP_TO, attend
 from ddpm_lab.diffusion.kernels import HEAD_WIDTH, TILE, Convolution, convolve, library
 from ddpm_lab.diffusion.unet import NETWORKS, UNet
 from ddpm_lab.workload import Unsupported
