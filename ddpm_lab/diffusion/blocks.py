@@ -201,8 +201,8 @@ class Stage(nn.Module):
         return x if self.attention is None else cast(Tensor, self.attention(x))
 
 
-# Attention, residual, on tokens (N, L, C), L = H * W, which under channels_last are a view of the image. Softmax attention
-# is the kernel of torch, or plain products, which a CPU does faster in bfloat16.
+# Attention, residual, on tokens (N, L, C), L = H * W, which under channels_last are a view of the image. Softmax
+# attention is the kernel of torch, or plain products, which a CPU does faster in bfloat16.
 
 PRODUCTS_UP_TO = 256
 """Tokens up to which attention is plain products: the logits of more take more memory than they are worth."""
