@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from ddpm_lab.config import SAMPLING, DiffusionConfig, RunConfig
 from ddpm_lab.diffusion.network import Inference
 from ddpm_lab.diffusion.sampling import Sampling, sampling
 from ddpm_lab.diffusion.unet import NETWORKS, UNet, build_network, count_flops, count_parameters
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.questions.comparison import measure
 
 STEPS = 12
 CONFIG = RunConfig(
@@ -125,28 +122,7 @@ def test_the_witness_agrees_with_what_ran_and_with_nothing_else() -> None:
         assert seen["flop_per_image"] == other["flop_per_image"] == pytest.approx(both / 3, rel=0.02)
 
 
-def test_ranks_share_a_batch_have_one_network_and_draw_their_own_noise() -> None:
-    config = dataclasses.replace(CONFIG, world_size=2, global_batch_size=6)
-    one, two = (made(config, rank) for rank in (0, 1))
-    for workload in (one, two):
-        workload.step(None)
-    assert one.x.shape == two.x.shape == (3, 3, 12, 12)
-    assert not torch.equal(one.x, two.x)
-    pairs = zip(one.evaluate.network.parameters(), two.evaluate.network.parameters(), strict=True)
-    assert all(torch.equal(mine, others) for mine, others in pairs)
-
-
 def test_settings_of_training_are_refused() -> None:
     for settings in ({"options": (("steps", 5),)}, {"read_loss": True}):
         with pytest.raises(ConfigError, match="a step of sampling has"):
             made(dataclasses.replace(CONFIG, **settings))
-
-
-@pytest.mark.slow
-def test_real_ranks_measure_it_without_data(tmp_path: Path) -> None:
-    """Also two ranks, which share the batch."""
-    config = dataclasses.replace(CONFIG, network="tiny", global_batch_size=4, oversubscribe=True)
-    measure(config, dataclasses.replace(config, world_size=2), sets=1, output_dir=tmp_path, quiet=True)
-    records = Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]
-    assert {(r.status, r.reason) for r in records} == {("ok", None)}
-    assert {len(r.witness["ranks"]) for r in records} == {1, 2}
