@@ -36,7 +36,7 @@ harmful with NVLink."""
 
 DDPM = "ddpm_lab.training.train:ddpm"
 LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
-SAMPLING = "ddpm_lab.diffusion.denoising:sampling"
+SAMPLING = "ddpm_lab.diffusion.sampling:sampling"
 OWN = "ddpm_lab.training.own:own"
 OWN_LOADER = "ddpm_lab.training.own:loader_alone"
 """The workloads that run a training of the user's; their option ``make`` names it as module:function."""

@@ -91,8 +91,8 @@ def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.M
 
 # --- what it says ---
 
-BASE = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 100),))
-SLOWER = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 105),))
+BASE = RunConfig(workload="ddpm_lab.training.limits:pieces", global_batch_size=1, options=(("pieces", 100),))
+SLOWER = RunConfig(workload="ddpm_lab.training.limits:pieces", global_batch_size=1, options=(("pieces", 105),))
 
 
 def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, **values: Any) -> list[RunRecord]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -88,12 +87,3 @@ def test_noise_is_normal_and_timesteps_are_uniform() -> None:
     assert ((counts - 400) ** 2 / 400).sum() < 40  # chi-square with 9 degrees of freedom
     across_chunks = np.corrcoef(noise[:-CHUNK_SAMPLES].flatten(), noise[CHUNK_SAMPLES:].flatten())[0, 1]
     assert abs(across_chunks) < 5 / count**0.5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_partition_does_not_matter_either() -> None:
-    how: dict[str, Any] = {"global_batch_size": 96, "shape": (3, 32, 32), "timesteps": 1000, "device": "cuda"}
-    whole, *parts = (noise_and_timesteps(0, 1, start, stop, **how) for start, stop in ((0, 96), (0, 32), (32, 96)))
-    assert whole[0].is_cuda
-    assert all(torch.equal(torch.cat(two), one) for one, two in zip(whole, zip(*parts, strict=True), strict=True))

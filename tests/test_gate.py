@@ -247,13 +247,13 @@ def test_a_killed_gate_leaves_nothing_behind_the_next_one(mine: Path, tmp_path: 
 @pytest.mark.slow
 def test_two_revisions_of_the_lab_itself_run_whole(tmp_path: Path) -> None:
     lab, trace = lab_checkout(tmp_path), tmp_path / "trace"
-    planted = lab / "ddpm_lab" / "training" / "planted.py"
+    planted = lab / "ddpm_lab" / "training" / "limits.py"
     note = "__import__('pathlib').Path(__import__('os').environ['TRACE']).open('a').write(__file__ + '\\n')"
     planted.write_text(f"{planted.read_text()}\n{note}\n")
-    words = ("ddpm_lab.training.planted:pieces", "--against", "main", "--sets", "1")
+    words = ("ddpm_lab.training.limits:pieces", "--against", "main", "--sets", "1")
     code, _, err = lab_command(lab, *words, TRACE=str(trace))
     assert code == 0, err
-    assert "ddpm_lab.training.planted changed" in err
+    assert "ddpm_lab.training.limits changed" in err
     assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -17,9 +15,8 @@ from random_networks import error
 from torch import Tensor, nn
 
 from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.attention import PRODUCTS_UP_TO, attend
-from ddpm_lab.diffusion.kernels import HEAD_WIDTH, TILE, Convolution, convolve, library
-from ddpm_lab.diffusion.unet import NETWORKS, UNet
+from ddpm_lab.diffusion.blocks import PRODUCTS_UP_TO, attend
+from ddpm_lab.diffusion.kernels import HEAD_WIDTH, Convolution, convolve, library
 from ddpm_lab.workload import Unsupported
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -221,42 +218,6 @@ def test_gradients_lie_as_the_weights_do_and_what_is_no_number_is_not_hidden() -
     assert (gradient.dtype, gradient.stride()) == (torch.float32, layer.weight.stride())
     assert gradient[:, 5].isnan().all()
     assert gradient[:, :5].isfinite().all()
-
-
-def test_elsewhere_it_is_the_usual_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_Convolution", None)
-    half, single, double = torch.bfloat16, torch.float32, torch.float64
-    for dtype, rounded, grad in (
-        (single, None, True),
-        (double, half, True),
-        (single, torch.float16, True),
-        (half, None, True),
-        (single, half, False),
-    ):
-        layer, x = Convolution(TILE, TILE, 3, padding=1).to(dtype), torch.randn(2, TILE, 6, 6, dtype=dtype)
-        with torch.set_grad_enabled(grad), torch.autocast("cpu", rounded or half, enabled=rounded is not None):
-            assert torch.equal(layer(x), F.conv2d(x, layer.weight, layer.bias, padding=1))
-    weight = torch.randn(TILE, TILE // 2, 3, 3, requires_grad=True)  # of no whole tile
-    x = torch.randn(2, TILE // 2, 6, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(convolve(x, weight, None), F.conv2d(x, weight))
-
-
-@pytest.mark.usefixtures("pairs")
-def test_a_network_trains_all_its_convolutions_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for its first and its last, which have three channels."""
-    network = UNet(dataclasses.replace(NETWORKS["seed"], width=32, multipliers=(1, 2), heads=1, fused=True))
-    found: Counter[tuple[int, int]] = Counter()
-    real = kernels._weights_gradient
-
-    def counted(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-        found[taps, stride] += 1
-        return real(large, small, taps, stride, padding)
-
-    monkeypatch.setattr(kernels, "_weights_gradient", counted)
-    with torch.autocast("cpu", torch.bfloat16):
-        network(torch.randn(2, 3, 16, 16), torch.tensor([3, 700])).float().square().mean().backward()
-    assert found == {(3, 1): 24, (1, 1): 5, (4, 2): 2}
 
 
 def test_attention_by_products_is_as_exact_as_the_kernel_and_rounds_no_logits() -> None:

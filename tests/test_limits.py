@@ -18,9 +18,7 @@ from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.exchange import WORKLOAD as ALL_REDUCE
 from ddpm_lab.training import limits
-from ddpm_lab.training.allreduce import all_reduce
-from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, count_work
-from ddpm_lab.training.planted import pieces
+from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, all_reduce, count_work, pieces
 from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)

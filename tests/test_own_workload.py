@@ -11,20 +11,17 @@ from pathlib import Path
 
 import own_modules
 import pytest
-import records as make
 import setups
 from conftest import Call
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, OWN_LOADER
 from ddpm_lab.explain.table import plain
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at
-from ddpm_lab.training.setting import Images, Own, Setup
+from ddpm_lab.training.setting import FOR_OWN, Images, Own, Setup, check_name, look_at
 
 WHOLE = Own(
     name="mine:make",
@@ -171,14 +168,3 @@ def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
     own_modules.write(here, "\ndef make():\n    return Training(model=Net(), data=[data()[:8]], loss=loss)\n")
     code, said, _ = call("run", "workers", *asked[:-1])
     assert (code, "mine:make gives ready batches and no dataset" in said) == (1, True)
-
-
-def test_the_recommendation_keeps_trainings_apart(tmp_path: Path) -> None:
-    config = setup(WHOLE).config(global_batch_size=8)
-    mine = make.record(config, environment=make.environment(hardware.machine()), code_version="code-1")
-    ours = dataclasses.replace(mine, config=make.sets({})[0].config, family="ours")
-    Ledger(tmp_path / "trace_output" / "ledger.jsonl").append([mine, ours])
-    for workload, family in (("mine:make", mine.family), (None, "ours")):
-        found = experiments.recommendation(output_dir=tmp_path, workload=workload).study
-        assert {r.family for r in found.records} == {family}
-    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").study.records == ()

@@ -93,18 +93,6 @@ def test_a_step_is_its_equation_to_single_precision(objective: str) -> None:
             torch.testing.assert_close(actual.double(), equation(diffusion, sampler, *given), rtol=5e-7, atol=5e-7)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_one_seed_one_image_in_the_memory_format_of_the_network(sampler: str) -> None:
-    steps, shape = SAMPLERS[sampler](process(timesteps=20), 10), (2, 3, 6, 10)
-    plain = walked(wobbly, steps, shape)
-    images = walked(lambda x, t: wobbly(x, t).contiguous(memory_format=torch.channels_last), steps, shape)
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(images, plain, rtol=1e-6, atol=1e-6)
-    assert torch.equal(walked(wobbly, steps, shape), plain)
-    assert not torch.equal(walked(wobbly, steps, shape, seed=1), plain)
-    assert plain.abs().max() <= 1
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_never_waits_for_the_device(never_waiting: Callable[[], AbstractContextManager[None]]) -> None:

@@ -9,25 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fresh_processes import context
 from PIL import Image
 from test_checkpoint import made
-from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.diffusion.network import Inference
-from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.sampling import SAMPLERS, denoise
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
-from ddpm_lab.training.generation import generate, generation, image_generator
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
+from ddpm_lab.training.training import generation
 
 
 class Ranks:
@@ -150,26 +145,6 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
 
 
 # One rank's share
-
-
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-def test_an_image_is_that_of_the_sampler_from_its_own_noise(sampler: str) -> None:
-    """As ``sampling.denoise`` makes it, which draws noise for a whole batch."""
-
-    class Network(Inference):
-        """Any function that treats each image alone."""
-
-        def __init__(self) -> None:
-            self.config, self.device = RunConfig(image_size=8, seed=1), torch.device("cpu")
-
-        def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-            return torch.tanh(x * 0.7 + t[:, None, None, None] / 1000)
-
-    steps, generator = SAMPLERS[sampler](Diffusion(DiffusionConfig()), 7), image_generator(1, 5)
-    expected = torch.randn((1, 3, 8, 8), generator=generator)
-    for step in steps:
-        expected = denoise(Network(), step, expected, generator=generator)
-    torch.testing.assert_close(generate(Network(), steps, [4, 5], lambda _: None)[1:], expected)
 
 
 @pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("bf16", "fused")])

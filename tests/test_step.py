@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpm_lab.config import OWN, RunConfig
-from ddpm_lab.diffusion.step import LossStep, compile_seen
+from ddpm_lab.diffusion.step import compile_seen
 from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.training.own import OwnTraining
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext
+from ddpm_lab.workload import RankContext, Training
 
 
 class Block(nn.Module):
@@ -127,11 +128,12 @@ def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any
         optimizer.zero_grad()
         return found
 
-    training = LossStep(label, context, network, loss, optimizer, whole=step if whole else None)
-    for _ in range(3):
-        training.step(torch.ones(1, 3))
-    offers = ["dataset"] if whole else ["dataset", "loss"]
-    return {**OFFERED, "offers": offers, "steps": training.steps, **training.witness()}
+    given: dict[str, Any] = {"step": step} if whole else {"loss": loss}
+    made = Training(model=network, data=[torch.ones(1, 3)], optimizer=optimizer, **given)
+    training = OwnTraining(label, context, made, trained)
+    for batch in itertools.islice(training.batches(), 3):
+        training.step(batch)
+    return {**training.witness(), **OFFERED, "steps": training.steps}
 
 
 @pytest.mark.usefixtures("group")

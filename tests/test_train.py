@@ -17,10 +17,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.diffusion.step import Feed, LoaderAlone
 from ddpm_lab.diffusion.unet import build_network
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import Unsupported
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +100,6 @@ def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.Mon
     monkeypatch.setattr("ddpm_lab.training.train.autocast", lambda *_: contextlib.nullcontext())
     train(trainer, 1)
     assert trainer.witness()["precision"] == "fp32"
-
-
-def test_without_a_compiler_compile_is_unsupported(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Unsupported, match=r"no-such-compiler.*apt install g\+\+"):
-        Trainer(dataclasses.replace(config, compile="whole"), context())
-
-
-def test_the_loader_alone_consumes_the_same_images(config: RunConfig) -> None:
-    alone, trainer = LoaderAlone(Feed(config, context())), Trainer(config, context())
-    assert [alone.step(batch) for batch in itertools.islice(alone.batches(), 3)] == [0.0] * 3
-    train(trainer, 3)
-    assert alone.witness()["indices_sha256"] == trainer.witness()["indices_sha256"]
-    alone.close()
 
 
 @pytest.mark.gpu

@@ -105,20 +105,6 @@ def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConf
     assert found["loss"] == pytest.approx(sum(found["by_time"]) / 10)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"precision": "bf16", "compile": "whole"}])
-def test_a_run_on_a_gpu_goes_on(config: RunConfig, tmp_path: Path, settings: dict[str, Any]) -> None:
-    config = dataclasses.replace(config, device="cuda", loader="resident", **settings)
-    first = start(config)
-    advance(first, 5)
-    first.save(path=str(tmp_path / "a.pt"))
-    second = start(config, tmp_path / "a.pt")
-    assert equal(second.state(), first.state())
-    assert second.state().scaler == first.state().scaler
-    assert advance(second, 5) == pytest.approx(advance(first, 5), rel=1e-2)
-
-
 def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path) -> None:
     trainer = start(config)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)

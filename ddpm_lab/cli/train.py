@@ -111,7 +111,7 @@ def sample(options: argparse.Namespace) -> int:
     how: dict[str, Any] = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
     if options.grid:
-        from ddpm_lab.training.generation import write_grid  # noqa: PLC0415 - imports torch
+        from ddpm_lab.training.training import write_grid  # noqa: PLC0415 - imports torch
 
         write_grid(paths, folder / "grid.png")
     print(folder / "grid.png" if options.grid else folder)

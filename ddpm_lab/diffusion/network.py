@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +57,6 @@ def compile_stages(network: nn.Module, mode: str) -> None:
         stage.compile(mode=mode, dynamic=False)
 
 
-def forward_once(network: AnyUNet, config: RunConfig, device: torch.device) -> None:
-    """Evaluate ``network`` once, eagerly: how the witness sees into what was compiled in whole."""
-    size = config.image_size
-    with torch.no_grad(), autocast(config, device):
-        network(torch.zeros(1, 3, size, size, device=device), torch.zeros(1, device=device))
-
-
 def network_seen(network: AnyUNet) -> dict[str, Any]:
     """The settings that are properties of a network, read back from it."""
     return {
@@ -97,9 +89,9 @@ class Inference:
         if config.compile == "whole":
             self.model = torch.compile(self.network, mode=config.compile_mode)
         # Blocks that are compiled one by one leave the first convolution, which is in none, as it is.
-        eager = config.compile != "whole"
-        once = partial(forward_once, self.network, config, self.device)
-        self.precision = PrecisionWatch(self.network, self.device, watch=eager, run=once)
+        self.precision = PrecisionWatch(self.network, self.device, run=self._forward_once)
+        if config.compile != "whole":
+            self.precision.watch()
         self.fused_before = kernels.State.uses
 
     def _prepared(self, network: AnyUNet) -> AnyUNet:
@@ -118,6 +110,12 @@ class Inference:
                 if isinstance(module, nn.Conv2d | nn.Linear):
                     module.to(dtype)
         return network
+
+    def _forward_once(self) -> None:
+        """Evaluate the network eagerly: how the witness sees into what was compiled in whole."""
+        size = self.config.image_size
+        with autocast(self.config, self.device):
+            self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
 
     def witness(self) -> dict[str, Any]:
         """How the network ran, read back from it."""

@@ -1,4 +1,4 @@
-"""The seed network and the samplers as code of their kind is usually written: the implementation "plain".
+"""The seed network and its sampler as code of their kind is usually written: the implementation "plain".
 
 NCHW images, 1x1 convolutions, einsum, a LayerNorm by hand; tables in single precision, looked up anew in each step. It
 computes what ``unet`` and ``sampling`` compute and shares none of their code: they are tested against it, and their
@@ -175,10 +175,7 @@ def reference(network: UNet) -> ReferenceUNet:
 
 
 class ReferenceSampler(nn.Module):
-    """One step back at a time, by ancestral sampling (Ho et al. 2020, algorithm 2) or DDIM (Song et al. 2021, eq. 12).
-
-    ``network`` is what predicts. Estimates of x0 are clipped to [-1, 1].
-    """
+    """Ancestral sampling (Ho et al. 2020, algorithm 2), estimates of x0 clipped to [-1, 1]; ``network`` predicts."""
 
     def __init__(self, network: Network, diffusion: Diffusion) -> None:
         super().__init__()
@@ -188,7 +185,6 @@ class ReferenceSampler(nn.Module):
         alphas_cumprod_prev = F.pad(alphas_cumprod[:-1], (1, 0), value=1.0)
         posterior_variance = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
         tables = {
-            "alphas_cumprod": alphas_cumprod,
             "sqrt_alphas_cumprod": alphas_cumprod.sqrt(),
             "sqrt_one_minus_alphas_cumprod": (1 - alphas_cumprod).sqrt(),
             "sqrt_recip_alphas_cumprod": (1 / alphas_cumprod).sqrt(),
@@ -217,21 +213,10 @@ class ReferenceSampler(nn.Module):
 
     @torch.no_grad()
     def p_sample(self, x: Tensor, time: int, generator: torch.Generator) -> Tensor:
-        """Images x (N, 3, H, W) at ``time`` to x at ``time`` - 1, by ancestral sampling."""
+        """Images x (N, 3, H, W) at ``time`` to x at ``time`` - 1."""
         t = torch.full((x.shape[0],), time, device=x.device, dtype=torch.long)
         x0 = self.predict_x0(x, t)
         mean = self.of("posterior_mean_coef1", t) * x0 + self.of("posterior_mean_coef2", t) * x
         log_variance = self.of("posterior_log_variance_clipped", t)
         noise = torch.randn(x.shape, generator=generator, device=x.device) if time > 0 else 0.0
         return mean + (0.5 * log_variance).exp() * noise
-
-    @torch.no_grad()
-    def ddim_sample(self, x: Tensor, time: int, previous: int) -> Tensor:
-        """Images x (N, 3, H, W) at ``time`` to x at ``previous``, by DDIM without noise; -1 is x0 itself."""
-        t = torch.full((x.shape[0],), time, device=x.device, dtype=torch.long)
-        x0 = self.predict_x0(x, t)
-        if previous < 0:
-            return x0
-        noise = (self.of("sqrt_recip_alphas_cumprod", t) * x - x0) / self.of("sqrt_recipm1_alphas_cumprod", t)
-        alpha_next = self.get_buffer("alphas_cumprod")[previous]
-        return x0 * alpha_next.sqrt() + (1 - alpha_next).sqrt() * noise

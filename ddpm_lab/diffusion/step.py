@@ -22,8 +22,6 @@ from ddpm_lab.data.loaders import Batch, open_loader
 from ddpm_lab.data.packed import open_packed
 from ddpm_lab.workload import RankContext, Unsupported
 
-Loss = Callable[[Any, Any], Tensor]
-
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -140,21 +138,20 @@ def _nodes(children: Any) -> int:
 class PrecisionWatch:
     """Notes the number format in which a network's first convolution ran, or its first linear layer if it has none.
 
-    Where ``watch`` what it computes next is watched. A compiled step would run the hook inside its graph, so there
-    ``run``, an eager forward pass in the same context, is watched when the witness is asked for.
+    A compiled step would run the hook inside its graph, so there ``run``, an eager forward pass in the same context, is
+    watched when the witness is asked for.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, *, watch: bool, run: Callable[[], object]) -> None:
+    def __init__(self, network: nn.Module, device: torch.device, *, run: Callable[[], object]) -> None:
         convolutions = [m for m in network.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
         self.layers: list[nn.Module] = [*convolutions] or [m for m in network.modules() if isinstance(m, nn.Linear)]
         self.device, self.run = device, run
         self.dtype: torch.dtype | None = None
-        if watch:
-            self.watch()
+        self._hooks: list[Any] = []
 
     def watch(self) -> None:
         """Watch whatever the network computes next."""
-        self._hooks = [layer.register_forward_hook(self._see) for layer in self.layers]
+        self._hooks = self._hooks or [layer.register_forward_hook(self._see) for layer in self.layers]
 
     def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         del module, inputs
@@ -266,13 +263,15 @@ class Untrained:
 
 
 class Step(Fed):
-    """What is trained on one rank: a network, its optimizer, and all that a configuration puts around them.
+    """One rank of a training: a network, its optimizer, and all that a configuration puts around them.
 
-    ``watch`` and ``run`` are those of PrecisionWatch, ``hook`` compresses the gradients that ranks exchange. Raises
+    Subclasses set ``data`` and compute the ``loss``. ``hook`` compresses the gradients that ranks exchange. Raises
     Unsupported for what this machine cannot do.
     """
 
     averages: Sequence[Tensor] = ()
+    sets_precision = True
+    """Whether the network runs in the number format of the configuration, and not in one of its own."""
 
     def __init__(
         self,
@@ -280,9 +279,7 @@ class Step(Fed):
         context: RankContext,
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
-        run: Callable[[], object],
         *,
-        watch: bool = False,
         hook: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         require(config)
@@ -305,9 +302,47 @@ class Step(Fed):
         if config.compile == "whole":
             self.model = torch.compile(self.model, mode=config.compile_mode)
         self.steps = self.losses_read = 0
-        self.precision = PrecisionWatch(network, self.device, watch=watch, run=run)
+        self.batch: Any = None
+        self.precision = PrecisionWatch(network, self.device, run=self._forward_once)
 
-    def descend(self) -> None:
+    def loss(self, batch: Any, part: slice) -> Tensor:
+        """Mean loss of the images ``part`` of this rank's share, on the device."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Called after each step, for an average of the weights."""
+
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step; returns this rank's mean loss, still on the device."""
+        self.data.note(batch)
+        if self.config.compile != "off":
+            self.batch = batch  # for the witness, which cannot look into what is compiled
+        elif self.precision.dtype is None:
+            self.precision.watch()  # and not before: a held-out loss runs the network in another format
+        mark, parts = self.context.mark, self.config.accumulation
+        size = self.config.rank_batch_size // parts
+        total: Tensor | None = None
+        for i in range(parts):
+            # Only the last micro-batch exchanges gradients: they add up locally until then.
+            quiet = self.ddp.no_sync() if self.ddp and i < parts - 1 else contextlib.nullcontext()
+            with quiet:
+                loss = self.loss(batch, slice(i * size, (i + 1) * size))
+                loss = loss / parts if parts > 1 else loss
+                mark("backward")
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        if self.config.read_loss:
+            total.item()
+            self.losses_read += 1
+        mark("optimizer")
+        self._descend()
+        self.steps += 1
+        self.update()
+        return total
+
+    def _descend(self) -> None:
         """Clip the gradients, step, and drop them; in fp16 the step is left out if they have overflown."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
@@ -320,6 +355,14 @@ class Step(Fed):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _forward_once(self) -> None:
+        """Compute a loss eagerly: how the witness sees into what is compiled."""
+        compiled, self.model = self.model, self.network
+        try:
+            self.loss(self.batch, slice(0, 1))
+        finally:
+            self.model = compiled
+
     @torch.no_grad()
     def weights_sha256(self) -> str:
         """Hash of weights and averages: equal on every rank, and between runs that learn the same to the last bit."""
@@ -331,6 +374,7 @@ class Step(Fed):
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
         seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
+        seen |= self.data.witness()
         if self.context.world_size > 1:
             seen["exchange_enabled"] = self.ddp is not None
         if self.ddp:
@@ -340,79 +384,11 @@ class Step(Fed):
                 "static_graph": self.ddp.static_graph,
                 "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
             }
-        if self.steps:
-            seen["read_loss"] = self.losses_read == self.steps
-        return seen
-
-
-class LossStep(Step):
-    """Trains ``network`` with ``loss(model, batch)``, or with ``whole(model, batch)``, which does all of a step itself.
-
-    ``whole`` returns the loss and leaves the number format to itself. ``update`` is called after each step, as for an
-    average of the weights.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        context: RankContext,
-        network: nn.Module,
-        loss: Loss,
-        optimizer: torch.optim.Optimizer,
-        *,
-        whole: Loss | None = None,
-        update: Callable[[], None] | None = None,
-    ) -> None:
-        if config.channels_last:
-            network = network.to(memory_format=torch.channels_last)
-        super().__init__(config, context, network, optimizer, self._forward_once)
-        self.mark, self.loss, self.whole, self.update = context.mark, loss, whole, update
-        self.batch: Any = None
-
-    def step(self, batch: Any) -> Tensor:
-        """One step with a batch on the device; returns the loss, still there."""
-        if self.config.compile != "off":
-            self.batch = batch  # for the witness, which cannot look into what is compiled
-        if self.whole:
-            self.mark("whole step")
-            loss = self.whole(self.model, batch)
-        else:
-            loss = self._by_loss(batch)
-        if self.update:
-            self.mark("ema")
-            self.update()
-        self.steps += 1
-        return loss.detach()
-
-    def _by_loss(self, batch: Any) -> Tensor:
-        if not self.steps and self.config.compile == "off":
-            self.precision.watch()  # and not before: a held-out loss runs the network in another format
-        self.mark("forward")
-        with autocast(self.config, self.device):
-            loss = self.loss(self.model, batch)
-        self.mark("backward")
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if self.config.read_loss:
-            loss.item()
-            self.losses_read += 1
-        self.mark("optimizer")
-        self.descend()
-        return loss
-
-    def _forward_once(self) -> None:
-        with autocast(self.config, self.device):
-            (self.whole or self.loss)(self.network, self.batch)
-
-    def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run; of a whole step the number format is its own."""
-        seen = super().witness()
-        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
-        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
-            seen["exchange_enabled"] = False
-        if self.precision.layers and self.steps and not self.whole:
-            seen["precision"] = self.precision.seen()
-            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
         if (channels_last := channels_last_seen(self.network)) is not None:
             seen["channels_last"] = channels_last
+        if self.steps:
+            seen["read_loss"] = self.losses_read == self.steps
+        if self.steps and self.sets_precision and self.precision.layers:
+            seen["precision"] = self.precision.seen()
+            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
         return seen

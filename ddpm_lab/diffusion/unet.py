@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_lab.diffusion.attention import CosineAttention, DDPMAttention, LinearAttention
 from ddpm_lab.diffusion.blocks import (
+    CosineAttention,
+    DDPMAttention,
     DDPMBlock,
+    LinearAttention,
     Norm,
     SeedBlock,
     Stage,

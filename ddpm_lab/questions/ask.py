@@ -23,8 +23,7 @@ from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Question
 from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.questions.search import recommendation, search
-from ddpm_lab.training.own_workload import nothing_asked
-from ddpm_lab.training.setting import Setup
+from ddpm_lab.training.setting import Setup, nothing_asked
 
 
 class Entry(NamedTuple):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXPERIMENT = "calibrate"
-WORKLOAD = "ddpm_lab.training.planted:pieces"
+WORKLOAD = "ddpm_lab.training.limits:pieces"
 PIECES = 100
 MOST_FAILURES = 2
 

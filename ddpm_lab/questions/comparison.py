@@ -38,8 +38,7 @@ from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_experiment
 from ddpm_lab.record import RunRecord
 from ddpm_lab.settings_file import configuration, read_settings
-from ddpm_lab.training.own_workload import find_here
-from ddpm_lab.training.setting import check_cores, check_ranks, usual_device
+from ddpm_lab.training.setting import check_cores, check_ranks, find_here, usual_device
 
 RESOLUTION = 0.03
 """The smallest relative difference that is to be found, unless another is asked for."""

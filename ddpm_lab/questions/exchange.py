@@ -100,7 +100,7 @@ def _exposed_communication(row: Comparison) -> str:
 # --- all_reduce -------------------------------------------------------------------------------------------------------
 
 Messages = Annotated[Sequence[int] | None, Opt("bytes of the messages", least=4)]
-WORKLOAD = "ddpm_lab.training.allreduce:all_reduce"
+WORKLOAD = "ddpm_lab.training.limits:all_reduce"
 ALL_REDUCE = Question(
     title="How fast do ranks exchange gradients?",
     file="all_reduce",

@@ -26,8 +26,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.questions.comparison import first_losses, plan_pair, side, with_images
 from ddpm_lab.questions.planning import Planned, instrument_for
-from ddpm_lab.training.own_workload import code_of
-from ddpm_lab.training.setting import usual_device
+from ddpm_lab.training.setting import code_of, usual_device
 
 WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."

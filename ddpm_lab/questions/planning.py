@@ -34,8 +34,18 @@ from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, Cohort, LedgerError
-from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
-from ddpm_lab.training.setting import OWN_DATA, Images, Setup, check_ranks, usual_device
+from ddpm_lab.training.setting import (
+    OWN_DATA,
+    Images,
+    Setup,
+    check_brought,
+    check_name,
+    check_ranks,
+    code_of,
+    look_at,
+    usual_device,
+    with_own,
+)
 
 LEAST_PLACE_SECONDS = 1.0
 """What one configuration in one set takes at least, where nothing is known of it."""

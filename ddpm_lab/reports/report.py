@@ -35,8 +35,7 @@ from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import every_question
-from ddpm_lab.training.own_workload import check_brought, check_name
-from ddpm_lab.training.setting import usual_device
+from ddpm_lab.training.setting import check_brought, check_name, usual_device
 from ddpm_lab.training.stopping import Stop, Stopped
 
 NUMBERED = "[0-9][0-9]_*.ipynb"

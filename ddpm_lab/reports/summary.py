@@ -21,7 +21,7 @@ from statistics import fmean, geometric_mean
 from typing import Any, get_type_hints
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
+from ddpm_lab.config import DDPM, OWN, TRAINING, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
@@ -49,11 +49,8 @@ NO_SUMMARY = "no summary found"
 MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
-UNTRAINED = (
-    *("ddpm_lab.training.allreduce:", "ddpm_lab.training.limits:", "ddpm_lab.training.planted:"),
-    *(LOADER_ALONE, SAMPLING, CHECK),
-)
-"""Workloads that train nothing, and have no losses."""
+TRAINED = (DDPM, TRAINING, OWN, "ddpm_lab.training.peers:")
+"""How the lab's workloads that train are named; of all others those of its own have no epochs and losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +133,7 @@ def of_records(records: Iterable[RunRecord]) -> list[Summary]:
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
-        trains = not r.config.workload.startswith(UNTRAINED)
+        trains = r.config.workload.startswith(TRAINED) or not r.config.workload.startswith("ddpm_lab.")
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
     return [_of_run(r[0].config, r) for r in by_run.values()]

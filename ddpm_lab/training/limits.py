@@ -1,8 +1,8 @@
-"""What a training step has to do at least, and what this machine can do at most.
+"""Workloads that train nothing: the peaks of a machine, an all-reduce, and work with a known answer.
 
-The work is counted on the meta device: the floating-point operations of convolutions and products, and the bytes that
-every eager kernel reads and writes. The peaks are workloads, measured like any other: a large matrix product, the
-network's own convolutions at their best, and a copy too large for any cache.
+The peaks are a large matrix product, the network's own convolutions at their best, and a copy too large for any cache.
+Beside them stands what a training step has to do at least, counted on the meta device: the floating-point operations of
+convolutions and products, and the elements that every eager kernel reads and writes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.diffusion.blocks import UpsampledConv2d
 from ddpm_lab.diffusion.step import AUTOCAST, Untrained, allow_tf32
 from ddpm_lab.diffusion.unet import NETWORKS, UNet, count_parameters
@@ -36,6 +39,8 @@ _KINDS = (
 MATRIX = {"cpu": 1024, "cuda": 8192}
 CONVOLVED = {"cpu": 32, "cuda": 1024}
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
+_COUNTED = 32
+"""Images counted at once, so that weights, which a step reads once, count for what they cost in a batch."""
 
 
 def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> dict[str, dict[str, float]]:
@@ -56,10 +61,6 @@ def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> d
         model(images, t).sum().backward()
     found = {kind: {name: value / _COUNTED for name, value in work.items()} for kind, work in counter.work.items()}
     return {**found, "weights": {"flop": 0.0, "elements": float(count_parameters(model))}}
-
-
-_COUNTED = 32
-"""Images counted at once, so that weights, which a step reads once, count for what they cost in a batch."""
 
 
 class _Counter(TorchDispatchMode):
@@ -139,3 +140,63 @@ def copy(config: RunConfig, context: RankContext) -> Repeated:
     """A copy in memory: each byte is read once and written once."""
     source, target = (torch.zeros(COPY_BYTES[config.device] // 4, device=context.device) for _ in range(2))
     return Repeated(config, context, "copy", partial(target.copy_, source), bytes=2 * source.nbytes)
+
+
+def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
+    """A step sums ``message_bytes`` of fp32 over all ranks in equal ``buckets``. Raises ConfigError for bad options."""
+    size, count = _options(config)
+    buckets = torch.zeros(size // 4, device=context.device).tensor_split(count)
+    one = torch.ones(1, device=context.device)
+    dist.all_reduce(one)
+    names = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
+    dist.all_gather(names, torch.tensor([host()], device=context.device))
+
+    def once() -> None:
+        for bucket in buckets:  # zeros stay zeros, whatever the number of steps
+            dist.all_reduce(bucket)
+
+    told = {"message_bytes": sum(b.nbytes for b in buckets), "buckets": len(buckets), "summed_over": float(one)}
+    return Repeated(config, context, "all-reduce", once, **told, hosts=len({int(name) for name in names}))
+
+
+def host() -> int:
+    """A number for what has a network of its own: equal for processes of one machine and one network namespace."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    return int(digest([boot.read_text(), str(network.readlink())]), 16)
+
+
+def _options(config: RunConfig) -> tuple[int, int]:
+    """Bytes and buckets. Raises ConfigError for what cannot be run."""
+    options = dict(config.options)
+    size, buckets = options.pop("message_bytes", 2**20), options.pop("buckets", 1)
+    if options:
+        raise ConfigError(f"options has {', '.join(options)}: an all-reduce knows message_bytes and buckets")
+    whole("options.message_bytes", size, 4)
+    whole("options.buckets", buckets, 1)
+    if size % 4 or buckets > size // 4:
+        raise ConfigError(
+            f"options.message_bytes is {size} in {buckets} buckets: give a multiple of 4 bytes, at least 4 a bucket"
+        )
+    return size, buckets
+
+
+def pieces(config: RunConfig, context: RankContext) -> Repeated:
+    """The workload of ``ddpm-lab check --instrument``: a step of ``config.option("pieces")`` equal pieces.
+
+    A planted slowdown is a few pieces more: work in proportion, where a sleep would overshoot by some 90 microseconds
+    and shrink under load. A piece mixes what a training step mixes: a convolution, a normalisation and element-wise
+    work, forward and backward. On a GPU it is larger, so that a step does not only launch kernels.
+    """
+    count = int(config.option("pieces", 100))
+    width, images = (128, 32) if config.device == "cuda" else (8, 1)
+    torch.manual_seed(config.seed)
+    convolution = nn.Conv2d(width, width, 3, padding=1, device=context.device)
+    values = torch.randn(images, width, 16, 16, device=context.device).contiguous(memory_format=torch.channels_last)
+
+    def once() -> None:
+        for _ in range(count):
+            result = functional.silu(functional.group_norm(convolution(values), 8))
+            result.backward(values)  # type: ignore[no-untyped-call]
+        convolution.zero_grad(set_to_none=True)
+
+    return Repeated(config, context, "forward", once, pieces=count)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Loader, dataset_loader
-from ddpm_lab.diffusion.step import LoaderAlone, LossStep, adam, adam_seen, allow_tf32
+from ddpm_lab.diffusion.step import LoaderAlone, Step, adam, adam_seen, allow_tf32, autocast
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 HELD_OUT_SEED = 20_061_968
@@ -110,22 +110,24 @@ class OwnFeed:
             self.loader.close()
 
 
-class OwnTraining(LossStep):
+class OwnTraining(Step):
     """One rank of the user's training."""
 
     def __init__(self, config: RunConfig, context: RankContext, made: Training, maker: Any) -> None:
         self.made, self.name, self.maker = made, named(config.work_name, maker), place_of(maker)
         self.place = place_of(made.step or made.loss) or self.maker
+        self.sets_precision = made.step is None
         self._check()
         self.data = OwnFeed(config, context, made, self.name)
         network = made.model.to(torch.device(context.device))
+        network = network.to(memory_format=torch.channels_last) if config.channels_last else network
         optimizer = made.optimizer or adam([p for p in network.parameters() if p.requires_grad], config.optimizer)
         # Batches of several sizes are trained at several learning rates; of the user's own only their ratio is known.
         ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
         for group in optimizer.param_groups if made.optimizer and ratio != 1 else ():
             group["lr"] *= ratio
         config = replace(config, optimizer=replace(config.optimizer, clip_norm=None))  # the user's steps as they are
-        super().__init__(config, context, network, self._loss, optimizer, whole=self._step if made.step else None)
+        super().__init__(config, context, network, optimizer)
         # Equal weights on every rank, and noise of its own on each.
         _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
 
@@ -148,21 +150,36 @@ class OwnTraining(LossStep):
                 "nothing is trained: make it of the parameters() of the model that you return"
             )
 
-    def _loss(self, model: Any, batch: Any) -> Tensor:
+    def loss(self, batch: Any, part: slice) -> Tensor:
+        """The user's loss of a batch."""
+        del part  # how a batch of the user's could be divided is not known
         assert self.made.loss
-        loss = self.made.loss(model, batch)
+        batch = self._moved(batch)
+        self.context.mark("forward")
+        with autocast(self.config, self.device):
+            loss = self.made.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._no_loss("loss", described(loss))
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)")
         return loss
 
-    def _step(self, model: Any, batch: Any) -> Tensor:
-        assert self.made.step
-        loss = self.made.step(model, batch)
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step; returns this rank's loss."""
+        if self.made.step is None:
+            return super().step(batch)
+        self.data.note(batch)
+        batch = self._moved(batch)
+        self.context.mark("whole step")
+        loss = self.made.step(self.model, batch)
         if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
             raise self._no_loss("step", described(loss))
-        return torch.as_tensor(loss)
+        self.steps += 1
+        return torch.as_tensor(loss).detach()
+
+    def _moved(self, batch: Any) -> Any:
+        self.context.mark("copy")
+        return moved(batch, self.device, channels_last=self.config.channels_last)
 
     def _no_loss(self, what: str, returned: str) -> TypeError:
         kind = "a tensor of one number that backward() can be called on" if what == "loss" else "one number"
@@ -171,17 +188,14 @@ class OwnTraining(LossStep):
             f"the batch, {kind}"
         )
 
-    def step(self, batch: Any) -> Tensor:
-        """One optimizer step; returns this rank's loss."""
-        self.data.note(batch)
-        self.mark("copy")
-        return super().step(moved(batch, self.device, channels_last=self.config.channels_last))
-
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and what the user's training offers."""
         offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
         seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
-        seen |= {"maker": self.maker, "place": self.place, **super().witness(), **self.data.witness()}
+        seen |= {"maker": self.maker, "place": self.place, **super().witness()}
+        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
+        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
+            seen["exchange_enabled"] = False
         return seen if self.made.optimizer else {**seen, "adam": adam_seen(self.optimizer)}
 
     @torch.no_grad()

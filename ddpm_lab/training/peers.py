@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.blocks import UNetConfig
-from ddpm_lab.diffusion.step import Feed, LossStep, adam, adam_seen
+from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, autocast
 from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
@@ -56,8 +56,9 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer
         flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
         return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    step = {"update": average.update, "seen": seen}
-    return Peer(config, context, diffusion, unet, lambda model, images: model(images), **step)
+    return Peer(
+        config, context, diffusion, unet, lambda model, images: model(images), average=average.update, seen=seen
+    )
 
 
 def diffusers(config: RunConfig, context: RankContext) -> Peer:
@@ -100,7 +101,7 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
     ema = {True: "foreach", False: "loop"}
-    return Peer(config, context, network, unet, loss, update=update, seen=lambda: {"ema": ema[average.foreach]})
+    return Peer(config, context, network, unet, loss, average=update, seen=lambda: {"ema": ema[average.foreach]})
 
 
 def _installed(name: str, *modules: str) -> list[Any]:
@@ -127,10 +128,10 @@ def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
         network.to(memory_format=torch.channels_last)
 
 
-class Peer(LossStep):
+class Peer(Step):
     """One rank of a peer's training run.
 
-    ``unet`` makes the network once more, for counting; ``loss(model, images)`` takes images in [-1, 1]; ``update``
+    ``unet`` makes the network once more, for counting; ``loss_of(model, images)`` takes images in [-1, 1]; ``average``
     moves the project's average of the weights after every step; ``seen`` reads back settings of the project's own.
     """
 
@@ -140,26 +141,36 @@ class Peer(LossStep):
         context: RankContext,
         model: nn.Module,
         unet: Callable[[], nn.Module],
-        loss: Callable[[Any, Tensor], Tensor],
+        loss_of: Callable[[Any, Tensor], Tensor],
         *,
-        update: Callable[[], None],
+        average: Callable[[], None],
         seen: Callable[[], dict[str, Any]],
     ) -> None:
-        self.unet, self.seen, self.data = unet, seen, Feed(config, context)
-        optimizer = adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
-        super().__init__(config, context, model, loss, optimizer, update=update)
+        self.unet, self.loss_of, self.average, self.seen = unet, loss_of, average, seen
+        self.data = Feed(config, context)
+        super().__init__(
+            config, context, model, adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
+        )
 
-    def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the loss, still on the device."""
-        self.data.note(batch)
-        self.mark("copy")
-        images = batch.images.to(self.device, non_blocking=True)
-        return super().step(images if self.config.channels_last else images.contiguous())
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        """Mean loss of this rank's share, on the device."""
+        mark = self.context.mark
+        mark("copy")
+        images = batch.images[part].to(self.device, non_blocking=True)
+        images = images if self.config.channels_last else images.contiguous()
+        mark("forward")
+        with autocast(self.config, self.device):
+            return self.loss_of(self.model, images)
+
+    def update(self) -> None:
+        """Move the project's average of the weights."""
+        self.context.mark("ema")
+        self.average()
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
         own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
-        return {**super().witness(), **own, **self.seen(), **self.data.witness()}
+        return {**super().witness(), **own, **self.seen()}
 
     def _count_flop(self) -> int:
         """FLOP of forward and backward for one image, counted on the meta device."""

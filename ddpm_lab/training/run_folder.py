@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
-import io
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,8 +19,7 @@ from ddpm_lab.files import replace, writing
 from ddpm_lab.settings_file import OWN, settings_text
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
-SETTINGS, LOG, TABLE, LOCK = "config.toml", "log.jsonl", "log.csv", ".lock"
-COLUMNS = ("step", "loss", "images_per_second", "held_out_loss")
+SETTINGS, LOG, LOCK = "config.toml", "log.jsonl", ".lock"
 _NOT_NAMED = (
     *("network", "global_batch_size", "image_size", "options"),
     *("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe"),
@@ -49,7 +46,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.samples = path / CHECKPOINTS, path / SAMPLES
-        self._files: list[TextIO] = []
+        self._log: TextIO | None = None
 
     def __enter__(self) -> RunFolder:
         with writing(self.path):
@@ -69,9 +66,9 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files:
+        if self._log:
             with contextlib.suppress(OSError):  # a full disk has been reported already
-                file.close()
+                self._log.close()
         os.close(self._lock)
 
     def checkpoint(self, step: int) -> Path:
@@ -97,26 +94,28 @@ class RunFolder:
         with writing(self.path / SETTINGS, RunFailed):
             replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
 
-    def open_logs(self, step: int) -> None:
-        """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
-        texts = _texts(list(logged(self.path, step)), header=True)
+    def open_log(self, step: int) -> None:
+        """Open the log for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
         with writing(self.path, RunFailed):
-            for name, text in zip((LOG, TABLE), texts, strict=True):
-                replace(self.path / name, text)
-                self._files.append((self.path / name).open("a"))
+            replace(self.path / LOG, _text(logged(self.path, step)))
+            self._log = (self.path / LOG).open("a")
 
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Append rows to both logs. Raises RunFailed if they cannot be written."""
+        """Append rows to the log. Raises RunFailed if they cannot be written."""
+        assert self._log
         with writing(self.path, RunFailed):
-            for file, text in zip(self._files, _texts(rows), strict=True):
-                file.write(text)
-                file.flush()
+            self._log.write(_text(rows))
+            self._log.flush()
 
-    def sync_logs(self) -> None:
-        """Flush the logs to the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
+    def sync_log(self) -> None:
+        """Flush the log to the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
+        assert self._log
         with writing(self.path, RunFailed):
-            for file in self._files:
-                os.fsync(file.fileno())
+            os.fsync(self._log.fileno())
+
+
+def _text(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
 def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
@@ -158,13 +157,3 @@ def name_of(config: RunConfig) -> str:
     own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
     words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
     return ", ".join(words)
-
-
-def _texts(rows: Sequence[dict[str, Any]], *, header: bool = False) -> tuple[str, str]:
-    """Rows as lines of JSON, and as CSV."""
-    table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return "".join(f"{json.dumps(row)}\n" for row in rows), table.getvalue()

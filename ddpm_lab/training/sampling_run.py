@@ -27,7 +27,7 @@ from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
 
-GENERATION = "ddpm_lab.training.generation:generation"
+GENERATION = "ddpm_lab.training.training:generation"
 SETTINGS = "sampling.json"
 SILENCE_SECONDS = 600.0
 PNG_END = b"IEND\xaeB`\x82"

@@ -1,7 +1,7 @@
 """Log to Comet ML: online, or into an archive that ``comet upload`` sends later.
 
-One thread of the parent process makes all calls, so that a slow tracker delays no step, and there is one experiment
-whatever the number of ranks. Only what the lab names here is sent.
+The parent process makes all calls, so that there is one experiment whatever the number of ranks. Only what the lab
+names here is sent.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging.handlers
 import math
 import os
-import queue
 import re
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,10 +27,6 @@ from ddpm_lab.record import Environment
 from ddpm_lab.settings_file import OWN
 from ddpm_lab.training.run_folder import logged, name_of, train_count
 
-WAITING = 20_000
-"""Calls that may wait for the tracker, about one a step; more are dropped and counted."""
-CLOSE_SECONDS = 60.0
-"""Longest wait for the tracker at the end of a run."""
 WATCH_SECONDS = 10.0
 ENVIRONMENT = {
     "COMET_DISABLE_AUTO_LOGGING": "1",  # otherwise the import patches torch, Matplotlib and others
@@ -40,6 +34,8 @@ ENVIRONMENT = {
     "COMET_INTERNAL_REPORTING": "0",
     "COMET_DISABLE_ANNOUNCEMENT": "1",
     "COMET_LOGGING_CONSOLE": "CRITICAL",
+    "COMET_TIMEOUT_CLEANING": "60",  # seconds that the end of a run waits for what is not sent yet
+    "COMET_TIMEOUT_UPLOAD": "60",
 }
 STATE = (
     *("cpu_utilisation_percent", "ram_used_bytes", "gpu_utilisation_percent", "gpu_memory_used_bytes"),
@@ -49,7 +45,7 @@ STATE = (
 
 
 class Tracker:
-    """One experiment; what fails in it never raises.
+    """One experiment, whose calls comet_ml queues for a thread of its own; what fails in it never raises.
 
     Args:
         kind: comet, or comet-offline for an archive in ``folder``.
@@ -58,18 +54,24 @@ class Tracker:
     """
 
     def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Progress) -> None:
-        self._online, self._folder, self._key, self._name, self._say = kind == "comet", folder, key, name, say
-        self._calls: queue.Queue[tuple[str, tuple[Any, ...], dict[str, Any]] | None] = queue.Queue(WAITING)
-        self._dropped, self._failed, self._url = 0, False, ""
-        self._thread = threading.Thread(target=self._work, name="ddpm_lab tracker", daemon=True)
-        self._thread.start()
+        self._online, self._folder, self._key, self._say = kind == "comet", folder, key, say
+        self._errors = logging.handlers.BufferingHandler(sys.maxsize)  # comet_ml logs most errors, and raises few
+        self._errors.setLevel(logging.ERROR)
+        self._experiment: Any = None
+        try:
+            self._experiment = self._open(name)
+        except ModuleNotFoundError as missing:
+            self._fail(f"{missing.name} is not installed: run make trackers")
+        except Exception as error:  # whatever fails here takes nothing from the run
+            self._fail(f"{type(error).__name__}: {error}")
 
     def call(self, method: str, *values: Any, **named: Any) -> None:
-        """Call a method of comet_ml's experiment, later; a file that it names must stay until ``close``."""
-        try:
-            self._calls.put_nowait((method, values, named))
-        except queue.Full:
-            self._dropped += 1
+        """Call a method of comet_ml's experiment, unless one has failed."""
+        if self._experiment:
+            try:
+                getattr(self._experiment, method)(*values, **named)
+            except Exception as error:  # as above
+                self._fail(f"{type(error).__name__}: {error}")
 
     def metrics(self, values: Mapping[str, float | None], **when: int) -> None:
         """Log numbers by name; what is None or not finite is unknown and left out."""
@@ -77,53 +79,29 @@ class Tracker:
             self.call("log_metrics", known, **when)
 
     def close(self) -> None:
-        """Wait until everything is logged, at most ``CLOSE_SECONDS``, and say where it is."""
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(queue.Full):
-                self._calls.put(None, timeout=0.1)
-                self._thread.join(deadline - time.monotonic())
-        if self._thread.is_alive():
-            self._fail("no answer in time")
-        if not self._failed:
+        """Wait until everything is logged, at most a minute, and say where it is."""
+        self.call("end")
+        if self._experiment and not self._errors.buffer:
             archives = sorted(self._folder.glob(f"{self._key}*.zip"), key=lambda path: path.stat().st_mtime)
-            where = self._url if self._online or not archives else f"{archives[-1]} (comet upload FILE sends it)"
-            lost = f"; {self._dropped:,} calls came too fast and are missing" if self._dropped else ""
-            self._say(f"tracker: {where}{lost}")
+            offline = archives and not self._online
+            self._say(f"tracker: {f'{archives[-1]} (comet upload FILE sends it)' if offline else self._experiment.url}")
+        elif self._experiment:
+            self._fail("")
 
-    def _work(self) -> None:
-        errors = logging.handlers.BufferingHandler(sys.maxsize)  # comet_ml logs most errors, and raises few
-        errors.setLevel(logging.ERROR)
-        reason = ""
-        try:
-            experiment = self._open(errors)
-            for method, values, named in iter(self._calls.get, None):
-                getattr(experiment, method)(*values, **named)
-            experiment.end()
-            self._url = experiment.url or ""
-        except ModuleNotFoundError as missing:
-            reason = f"{missing.name} is not installed: run make trackers"
-        except Exception as error:  # whatever fails here takes nothing from the run
-            reason = f"{type(error).__name__}: {error}"
-        if errors.buffer:
-            reason = errors.buffer[0].getMessage()
-        if reason:
-            self._fail(reason)
-
-    def _open(self, errors: logging.Handler) -> Any:
+    def _open(self, name: str) -> Any:
         """Import comet_ml and open the experiment, with everything off that it collects by itself."""
         os.environ.update(ENVIRONMENT)
         hook = sys.excepthook
         import comet_ml  # noqa: PLC0415 - optional, and reads the environment when imported
 
         sys.excepthook = hook
-        logging.getLogger("comet_ml").addHandler(errors)
-        own = [name for name in vars(comet_ml.ExperimentConfig()) if re.match("auto_|log_|parse_", name)]
+        logging.getLogger("comet_ml").addHandler(self._errors)
+        own = [setting for setting in vars(comet_ml.ExperimentConfig()) if re.match("auto_|log_|parse_", setting)]
         config = comet_ml.ExperimentConfig(
-            name=self._name,
+            name=name,
             offline_directory=str(self._folder),
             display_summary_level=0,
-            **{name: False for name in own if not name.endswith("_rate")},
+            **{setting: False for setting in own if not setting.endswith("_rate")},
         )
         if not self._online:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -135,11 +113,11 @@ class Tracker:
         return experiment
 
     def _fail(self, reason: str) -> None:
-        if not self._failed:
-            self._failed = True
-            short = " ".join(reason.split())[:200].rstrip(". ")
-            what = "logged to Comet" if self._online else "archived for Comet"
-            self._say(f"tracker: not, or not wholly, {what} ({short}); nothing else depends on it")
+        self._experiment = None
+        logged = self._errors.buffer[0].getMessage() if self._errors.buffer else reason
+        what = "logged to Comet" if self._online else "archived for Comet"
+        short = " ".join(logged.split())[:200].rstrip(". ")
+        self._say(f"tracker: not, or not wholly, {what} ({short}); nothing else depends on it")
 
 
 def environment(where: Environment) -> dict[str, Any]:

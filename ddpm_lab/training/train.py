@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.network import compile_stages, configured_network, forward_once, network_seen
+from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, autocast, require
 from ddpm_lab.workload import RankContext
@@ -54,9 +52,7 @@ class Trainer(Step):
             compile_stages(network, config.compile_mode)
         # A function with annotations as text would be refused: DDP compares them with types.
         hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
-        how: dict[str, Any] = {"watch": config.compile == "off", "hook": hook}
-        run = partial(forward_once, network, config, device)
-        super().__init__(config, context, network, adam(network.parameters(), config.optimizer), run, **how)
+        super().__init__(config, context, network, adam(network.parameters(), config.optimizer), hook=hook)
         self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
         self.steps = start_step
@@ -87,33 +83,6 @@ class Trainer(Step):
             prediction = self.model(x_t, t)
         return self.diffusion.prediction_loss(prediction, x0, t, noise).mean()
 
-    def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns this rank's mean loss, still on the device."""
-        self.data.note(batch)
-        mark, parts = self.context.mark, self.config.accumulation
-        size = len(batch.images) // parts
-        total: Tensor | None = None
-        for i in range(parts):
-            # Only the last micro-batch exchanges gradients: they add up locally until then.
-            quiet = self.ddp.no_sync() if self.ddp and i < parts - 1 else contextlib.nullcontext()
-            with quiet:
-                loss = self.loss(batch, slice(i * size, (i + 1) * size)) / parts
-                mark("backward")
-                scaled = loss if self.scaler is None else self.scaler.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        mark("optimizer")
-        self.descend()
-        self.steps += 1
-        if self.steps % self.config.optimizer.ema_every == 0:
-            mark("ema")
-            self._average()
-        assert total is not None
-        if self.config.read_loss:
-            total.item()
-            self.losses_read += 1
-        return total
-
     def _compressed(self, bucket: Any) -> Any:
         """Exchange a bucket of gradients in two bytes a value; returns its future."""
         # Imported with the first exchange, so that no other rank's start pays for it.
@@ -124,9 +93,12 @@ class Trainer(Step):
         return hook(None, bucket)
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def update(self) -> None:
         """Move the averaged weights towards the trained ones: ema <- decay ema + (1 - decay) weights."""
         optimizer = self.config.optimizer
+        if self.steps % optimizer.ema_every:
+            return
+        self.context.mark("ema")
         update = self.steps // optimizer.ema_every
         decay = optimizer.decay_at(update)
         if update == 1:  # later ones may have reached the decay that was asked for
@@ -140,15 +112,8 @@ class Trainer(Step):
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
-        seen = {
-            "precision": self.precision.seen(),
-            "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
-            "weights_device": str(self.parameters[0].device),
-            "adam": adam_seen(self.optimizer),
-            **super().witness(),
-            **network_seen(self.network),
-            **self.data.witness(),
-        }
+        seen = {**super().witness(), **network_seen(self.network), "adam": adam_seen(self.optimizer)}
+        seen["weights_device"] = str(self.parameters[0].device)
         if self.steps:
             seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
             if self.ddp:

@@ -199,7 +199,7 @@ def train(
                 return Outcome(step=step, checkpoint=path)
             progress.done(f"goes on after step {step:,} of {schedule.steps:,}, from {path}")
             config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
-        run.open_logs(step)
+        run.open_log(step)
         times = dataclasses.asdict(schedule)
         run.write_settings(config, times, why)
         how: dict[str, Any] = {"schedule": schedule, "run": run, "stop": stop, "progress": progress, "tracked": None}
@@ -346,7 +346,7 @@ class _Run:
             self.tracked.steps(rows)
 
     def _save(self, group: Group) -> None:
-        self.run.sync_logs()
+        self.run.sync_log()
         self._call(group, "save", path=str(self.run.checkpoint(self.step)))
         self.saved = self.step
         self.run.keep(self.schedule.keep)
