@@ -11,10 +11,9 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Plan
+from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Plan, Space, Value
 from ddpm_lab.questions import search
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import BATCH, Space, Value
 
 BASE = RunConfig(global_batch_size=8)
 SPACE = Space(

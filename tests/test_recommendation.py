@@ -29,13 +29,12 @@ from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import decisions, findings, quality
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend
 from ddpm_lab.questions.recommendation import Recommendation, next_change, recommendation, write_settings
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import Value
 from ddpm_lab.training.training_run import plan_training
 
 BF16, TWO = {"precision": "bf16"}, {"world_size": 2}

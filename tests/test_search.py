@@ -17,11 +17,11 @@ from setups import MACHINES, machine_setup, setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.plan import Cell, Space, Value
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.search import Ratios, believe, race
 from ddpm_lab.record import TWIN
-from ddpm_lab.space import Cell, Space, Value
 from ddpm_lab.training.setting import usual_settings
 
 NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())

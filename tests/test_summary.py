@@ -19,6 +19,7 @@ from paired_records import family, paired
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.explain.bands import S001
+from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
@@ -36,7 +37,6 @@ from ddpm_lab.reports.summary import (
     of_records,
     unexpected,
 )
-from ddpm_lab.settings_file import settings_text
 from ddpm_lab.training.run_folder import RunFolder
 
 BASE = RunConfig()

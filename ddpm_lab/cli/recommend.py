@@ -16,7 +16,7 @@ from ddpm_lab.config import PARTS, RunConfig
 from ddpm_lab.explain import subject, table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, read_study
-from ddpm_lab.files import expanded, ledgers, output_folder
+from ddpm_lab.files import configuration, expanded, ledgers, output_folder, read_settings
 from ddpm_lab.measure import hardware, largest_batch
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import bottleneck as question
@@ -24,7 +24,6 @@ from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend as search
 from ddpm_lab.questions.recommendation import FILE
-from ddpm_lab.settings_file import configuration, read_settings
 
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Of a search, where no budget is given."""

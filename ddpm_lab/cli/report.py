@@ -17,7 +17,7 @@ from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
 from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
-from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
+from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
@@ -25,7 +25,6 @@ from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.reports import slurm
 from ddpm_lab.reports import summary as runs
-from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import usual_device
 

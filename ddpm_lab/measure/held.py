@@ -12,11 +12,19 @@ from operator import attrgetter
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.gradient_bounds import fault
 from ddpm_lab.ledger import Head, Ledger, load
 from ddpm_lab.measure import turn_plan
 from ddpm_lab.plan import Experiment, Fid, Plan
-from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio, turn_log_ratios
+from ddpm_lab.record import (
+    LASTING,
+    TWIN,
+    RunRecord,
+    crowded,
+    gradient_fault,
+    seconds_by_turn,
+    set_log_ratio,
+    turn_log_ratios,
+)
 
 COMPARED = ("baseline", TWIN, "candidate")
 RECENT_RECORDS = 100  # windows of so many records of a machine say how much it scatters
@@ -137,7 +145,7 @@ class Held:
         for r in reversed(self.records):
             answer = (r.quality or {}).get("gradients")
             if r.role == "check" and answer and _gradient_of(r.config) == _gradient_of(config):
-                return fault(answer, layers=False)
+                return gradient_fault(answer, layers=False)
         return ""
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:

@@ -21,12 +21,11 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
-from ddpm_lab.plan import RECOMMENDATION, SEARCH
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, Cell, Space
 from ddpm_lab.questions import search
 from ddpm_lab.questions.planning import Measured, Planned, plan_question
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord
-from ddpm_lab.space import Cell, Space
 
 MOST_SETS = 60
 """Of a search; it ends before where little is left to be found, or the time is over. ``smoke`` has one."""

@@ -29,15 +29,13 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
+from ddpm_lab.files import NOT_IN_FILES, settings_text
+from ddpm_lab.plan import BATCH, SEARCH, TOGETHER, WEAK, Cell, Family, Space
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.record import LedgerError
-from ddpm_lab.settings_file import OWN as OF_A_RUN
-from ddpm_lab.settings_file import settings_text
-from ddpm_lab.space import BATCH, Cell, Space
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -364,8 +362,8 @@ def write_settings(study: Study) -> Path | None:
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
         return None
     config = found.best.row.config
-    dropped = OF_A_RUN if Path(config.data).is_dir() else (*OF_A_RUN, "data", "data_sha256")  # images of elsewhere
-    values = {name: value for name, value in config.as_dict().items() if name not in dropped}
+    elsewhere = () if Path(config.data).is_dir() else ("data", "data_sha256")
+    values = {name: value for name, value in config.as_dict().items() if name not in (*NOT_IN_FILES, *elsewhere)}
     values["train"] = {"steps": max(1, found.training_images // config.global_batch_size)}
     told = [
         _of_search(found).headline + ", so these are the settings of the baseline" * (not found.count),

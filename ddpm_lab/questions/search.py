@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.config import RunConfig
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Experiment, Family, Plan, Trial
+from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Cell, Experiment, Family, Plan, Space, Trial, Value
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, set_log_ratio
-from ddpm_lab.space import BATCH, Cell, Space, Value
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
 SEARCH_PLAN = Plan(turns=6)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import MADE, RunConfig
+from ddpm_lab.config import OBSERVED_OPTIONS, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.sets import Instrument
@@ -93,7 +93,7 @@ def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tup
     config = RunConfig(**Own(name=name).settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
     seen, loaded = look(config, instrument)
     offers = ("training", *seen["offers"]) if "offers" in seen else ()
-    options = [(key, seen[key]) for key in MADE if offers]
+    options = [(key, seen[key]) for key in OBSERVED_OPTIONS if offers]
     if "loss" not in offers:
         options.append(("number_format", "own"))
     found = Own(name=name, place=seen.get("maker", ""), options=tuple(options), offers=offers)
