@@ -224,26 +224,24 @@ def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> 
     """
     for option in found:
         usual, text = option.default, option.opt.help
-        if text != argparse.SUPPRESS:
-            text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
-            text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
-            text = text.replace("%", "%%")
-        how: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
+        text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
+        text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
+        how: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS, "dest": option.name}
         if option.kind is bool:
-            how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+            how["action"] = "store_true"
         else:
-            how["type"] = partial(_values if option.several else _value, option.kind)
+            how["type"] = partial(comma_separated if option.several else _value, option.kind)
             how["metavar"] = "A,B,..." if option.several else flag(option.name)[2:].replace("-", "_").upper()
         parser.add_argument(flag(option.name), **how)
 
 
 def _value(kind: Any, text: str) -> Any:
-    """A value from its text; one that is no number stays text, and is refused in a sentence when it is checked."""
     try:
         return kind(text.strip())
     except ValueError:
-        return text
+        raise argparse.ArgumentTypeError(f"{text!r}: give {'a whole number' if kind is int else 'a number'}") from None
 
 
-def _values(kind: Any, text: str) -> list[Any]:
+def comma_separated(kind: Any, text: str) -> list[Any]:
+    """Values with commas between them."""
     return [_value(kind, each) for each in text.split(",")]

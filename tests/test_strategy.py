@@ -143,7 +143,7 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path) -> None:
     found = strategy.strategy(output_dir=tmp_path)
     assert (found.network, found.batch, found.answer, found.source) == ("tiny", 32, MULTI, "measured")
     for parameters, network, source in ((44_332, "tiny", "measured"), (44_333, None, PRIOR)):
-        known = strategy.strategy(parameters=parameters, batch_size=32, output_dir=tmp_path)
+        known = strategy.strategy(parameters=parameters, global_batch_size=32, output_dir=tmp_path)
         assert (known.network, known.source) == (network, source), "a network is known by its number of parameters"
 
 
@@ -186,20 +186,20 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("two_cores")
 def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> None:
     here(tmp_path, 1.6)
-    code, out, _ = call("strategy", "--output-dir", tmp_path)
+    code, out, _ = call("run", "strategy", "--output-dir", tmp_path)
     assert (code, out.partition(" ")[0]) == (0, "multi")
-    values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
+    (values,) = json.loads(call("run", "strategy", "--output-dir", tmp_path, "--json")[1])
     assert (values["answer"], values["ratio"]) == ("multi", pytest.approx(1.6, rel=0.02))
-    empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
+    (empty,) = json.loads(call("run", "strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
-    other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
+    other = call("run", "strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
     assert f"--batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
     for wrong, word in (
         ("--batch-size 0", "batch_size"),
         ("--parameters 0", "parameters"),
         ("--device cuda", "no GPU"),
     ):
-        code, out, err = call("strategy", *wrong.split(), "--output-dir", tmp_path)
+        code, out, err = call("run", "strategy", *wrong.split(), "--output-dir", tmp_path)
         assert (code, out, word in err) == (2, "", True)
 
 

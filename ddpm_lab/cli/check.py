@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -12,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_lab.cli.options import Command, tell
+from ddpm_lab.cli.options import Command, Options, given, tell
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 
@@ -41,7 +40,7 @@ class Item(NamedTuple):
     adds: str
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: Options) -> int:
     if options.instrument:
         return _instrument(options)
     items = checkup(output_folder(options.output_dir))
@@ -90,13 +89,13 @@ def checkup(output: Path) -> list[Item]:
     ]
 
 
-def _instrument(options: argparse.Namespace) -> int:
+def _instrument(options: Options) -> int:
     """Check the instrument, twice if it fails once."""
     from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415 - check runs where packages are missing
 
     output = output_folder(options.output_dir)
     for attempt in (1, 2):
-        records = calibration.calibrate(minutes=options.minutes, device=options.device, output_dir=output)
+        records = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
         found = calibration.calibration(records)
         if found is None or found.passed or found.sets < calibration.LEAST_SETS:
             break
@@ -116,8 +115,7 @@ COMMANDS = {
         "check --instrument --minutes 10",
         "instrument minutes device output-dir json",
         {
-            "minutes": {"help": "with --instrument: how long to measure (default: 5)", "default": 5.0},
-            "device": "with --instrument: default: the GPU where there is one",
+            "minutes": "with --instrument: how long to measure (default: 5)",
         },
     )
 }

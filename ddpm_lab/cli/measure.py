@@ -1,9 +1,9 @@
-"""Commands that measure: ``run``, ``compare`` and ``strategy``, from their options to an exit code."""
+"""Commands that measure: ``run``, ``compare`` and ``recommend``, from their options to an exit code."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -14,39 +14,68 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, plain, tell, tracker_chosen
-from ddpm_lab.explain import table
+from ddpm_lab.cli.options import (
+    COMMON,
+    Command,
+    Options,
+    Parser,
+    add,
+    asked,
+    given,
+    plain,
+    reads,
+    refuse_others,
+    tell,
+    tracker_chosen,
+)
+from ddpm_lab.config import PARTS, RunConfig
+from ddpm_lab.explain import subject, table
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
-from ddpm_lab.files import expanded, writing
-from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
-from ddpm_lab.questions import strategy as question
+from ddpm_lab.explain.frames import Study, read_study
+from ddpm_lab.files import configuration, expanded, ledgers, output_folder, read_settings, writing
+from ddpm_lab.measure import hardware, largest_batch
+from ddpm_lab.plan import RECOMMENDATION
+from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, planning
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
+from ddpm_lab.questions.recommend import recommend as search
+from ddpm_lab.questions.recommendation import FILE
+from ddpm_lab.questions.strategy import strategy
 from ddpm_lab.reports import summary
 from ddpm_lab.training.run_folder import train_count
 
 WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
+STRATEGY = "strategy"
+"""A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
+MINUTES = {"quick": 10.0, "full": 60.0}
+"""Of a search, where no budget is given."""
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
 
 
 def _settings() -> dict[str, dict[str, declared.Option]]:
-    """The settings of each question, with those of its runs for quality."""
+    """The settings of each question, with those of its runs for quality, and of a bottleneck with those of a step."""
     of_runs = {name: declared.options(quality)[name] for name in ("seeds", "images")}
-    return {
+    found = {
         name: declared.options(function) | (of_runs if name in trained() else {})
         for name, function in questions().items()
     }
+    of_a_step = {name: declared.options(RunConfig)[name] for name in bottleneck.OPTIONS}
+    weighed = {name: declared.options(strategy)[name] for name in ("parameters", "global_batch_size")}
+    return found | {"bottleneck": of_a_step | found["bottleneck"], STRATEGY: weighed}
 
 
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
     """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
     settings = _settings()
     typed = [name for name in settings if name in words]
-    about = [f"  {name:14} {every_question()[name].about.title}" for name in settings]
+    titles = {name: entry.about.title for name, entry in every_question().items()}
+    titles[STRATEGY] = "Should one rank or several train a network at a batch?"
+    about = [f"  {name:14} {titles[name]}" for name in settings]
     parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
     group = parser.add_argument_group(f"options of {', '.join(typed)}" if typed else "options of the experiments")
     for name in dict.fromkeys(name for mine in settings.values() for name in mine):
@@ -57,28 +86,35 @@ def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
             usual = found[0].default if typed and len({str(o.default) for o in found}) == 1 else None
             text = found[0].opt.help + ("" if typed else f" ({', '.join(takers)})")
             declared.add_options(group, [replace(found[0], default=usual, opt=replace(found[0].opt, help=text))])
-    if not typed or "multi_gpu" in typed:
-        add(group, "bands")
+    for name, taker in (("bands", "multi_gpu"), ("config", "bottleneck")):
+        parser.hints[f"--{name}"] = f": only {taker} takes it"
+        if not typed or taker in typed:
+            add(group, name)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     tracker, able, names = tracker_chosen(options.tracker), _settings(), [*dict.fromkeys(options.experiments)]
-    named = bands(vars(options).get("bands", DEFAULT), "--bands")
+    named = bands(options.bands or DEFAULT, "--bands")
     for name in names:
         choice("experiment", name, able)
-    settings = asked(options) | given(options, "cores")
-    if options.minutes:
-        settings["minutes"] = options.minutes / len(names)
-    # All are checked before the first is measured.
-    planned = [planning.plan_question(name, **settings, **given(options, *able[name])) for name in names]
-    measured = [experiments.undecided(one).measure() for one in planned]
-    answers = [_answer(one, named) for one in measured]
+    if STRATEGY in names:
+        return _weigh(options, names)
+    measured: list[planning.Measured] = []
+    if reads(options, "experiments", "bands"):
+        answers = [_read(name, options, named) for name in names]
+    else:
+        common = asked(options) | given(options, "cores")
+        common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
+        # All are checked before the first is measured.
+        planned = [_planned(name, options, common | given(options, *able[name])) for name in names]
+        measured = [experiments.undecided(one).measure() for one in planned]
+        answers = [_answer(one, named) for one in measured]
     if options.json:
         print(json.dumps(answers, indent=1))
     else:
         for found in answers:
             _show(found)
-        print(f"records: {answers[-1]['ledger']}")
+        print(*(f"records: {one.ledger}" for one in measured[-1:]), sep="\n", end="\n" * bool(measured))
     sys.stdout.flush()
     if "SLURM_JOB_ID" in os.environ:  # the log of a job tells of each configuration that trained
         runs = []
@@ -87,39 +123,122 @@ def run(options: argparse.Namespace) -> int:
             runs += summary.of_records(experiments.records_of(one), images)
         summary.tell(runs)
     _track(tracker, measured)
-    return 0 if all(one.completed for one in measured) else 1
+    return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
+
+
+def _read(name: str, options: Options, named: Bands) -> dict[str, Any]:
+    """The answer of records that exist."""
+    output = output_folder(options.output_dir)
+    if name == bottleneck.NAME:
+        files = ledgers(options.ledger, output)
+        return {"experiment": name, **_report(read_study(files, RECOMMENDATION, output, machine=options.machine))}
+    shown = experiments.run(name, bands=named, **given(options, "ledger", "machine", "output_dir"))
+    return {"experiment": name, **_told(shown)}
 
 
 def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
-    """The finding of what was measured, or, on a node without scipy, where its records lie."""
+    """The answer of what was measured, or, on a node without scipy, where its records lie."""
     values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    shown = answer(study := replace(experiments.study_of(measured), bands=named))
-    found, figure = shown.finding, measured.output_dir / "image_output" / f"{shown.file}.png"
+    mine = experiments.study_of(measured)
+    if mine.experiment != bottleneck.NAME:
+        return values | _told(answer(replace(mine, bands=named)))
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output_dir, machine=measured.cohort[0])
+    others = tuple(r for r in every.records if r.experiment != mine.experiment)
+    return values | _report(replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets))
+
+
+def _told(shown: Answer) -> dict[str, Any]:
+    """An answer as values, with its figure drawn."""
+    found, figure = shown.finding, shown.study.output_dir / "image_output" / f"{shown.file}.png"
     save(shown.figure(), figure)
-    values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+    values = {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [
         {"family": split.family, "sentence": lost_scaling.sentence(split), "parts": lost_scaling.table([split])}
-        for split in lost_scaling.splits(study)
+        for split in lost_scaling.splits(shown.study)
     ]
     return values | ({"lost_scaling": lost} if lost else {})
 
 
 def _show(found: dict[str, Any]) -> None:
     short = found.get("headline", found["finding"])
-    print(f"{found['experiment']}: {short}")
+    print(f"{found['experiment']}: {short or found['summary'][0]}")
     rest = found["finding"].removeprefix(short).removeprefix(". ")
     print(*textwrap.wrap(rest, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(rest))
-    for title, name in (("to answer it", "way_out"), ("figure", "figure")):
+    for title, name in (("to answer it", "way_out"), ("figure", "figure"), ("report", "report"), ("page", "page")):
         if found.get(name):
             print(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
         print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
         table.show(split["parts"])
+
+
+# --- run bottleneck, run strategy ------------------------------------------------------------------------------------
+
+
+def _planned(name: str, options: Options, settings: dict[str, Any]) -> planning.Planned:
+    """A question ready to be measured; that for a bottleneck about the settings of a file, too."""
+    if name != bottleneck.NAME:
+        return planning.plan_question(name, **settings)
+    planned = planning.plan_question(name, **_present_settings(options) | settings)
+    campaign, config = planned.campaign, planned.campaign.experiment.profiles[0][2]
+    if config.device == "cuda":
+        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
+        bottleneck.check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
+    else:
+        bottleneck.check_memory(config, largest_batch.available_bytes(), "the machine")
+    if (seconds := campaign.target.seconds) is None:
+        return planned
+    return planned.renewed(bottleneck.fitting(campaign.experiment, seconds, campaign.held))
+
+
+def _present_settings(options: Options) -> dict[str, Any]:
+    """The settings in the file of ``--config``, of which those that are typed go first."""
+    found = read_settings(expanded(options.config), "--config") if options.config else {}
+    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
+        found.pop(name, None)
+    if found.get("nodes") == 1:
+        del found["nodes"]
+    for place, _ in PARTS:
+        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
+            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
+    return found
+
+
+def _report(study: Study) -> dict[str, Any]:
+    """What limits a step and what to change, as values; the report lies in ``reports/``, if there is a time budget."""
+    lines, about, folder = bottleneck.summary(study), subject.subject(study), study.output_dir / "reports"
+    if about is None:
+        return {"finding": "", "summary": lines}
+    pictures, changed = [], tuple(r for r in study.records if r.experiment == bottleneck.NAME and r.role != "profile")
+    for name, records in {"profile": (about.profile,), bottleneck.NAME: changed}.items():
+        if records:
+            part = answer(replace(study, experiment=name, records=records))
+            picture = folder / f"{bottleneck.REPORT}_{name}.png"
+            save(part.figure(), picture)
+            pictures.append((part.finding.headline, picture.name))
+    report = bottleneck.write(study, folder, pictures)
+    advice = [{**plain(asdict(a)), "impact": a.impact, "expected": a.expected} for a in bottleneck.advice(study)]
+    values = {"headline": lines[0], "finding": " ".join(lines), "summary": lines, "advice": advice}
+    return {**values, "report": str(report), "page": str(report.with_suffix(".html"))}
+
+
+def _weigh(options: Options, names: Sequence[str]) -> int:
+    asks = ("network", "parameters", "global_batch_size", "device", "output_dir")
+    if len(names) > 1:
+        raise ConfigError(f"{STRATEGY} weighs what multi_gpu measured, and measures nothing: ask it alone")
+    refuse_others(options, "experiments", "json", *asks, why=f"{STRATEGY} weighs what multi_gpu measured")
+    if options.network and options.parameters:
+        raise ConfigError("--network and --parameters both say what is trained: give one of them")
+    found = strategy(**given(options, *asks))
+    carried = {"--device": options.device, "--output-dir": options.output_dir}
+    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
+    tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], [found.text(words)])
+    return 0
 
 
 def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
@@ -137,7 +256,7 @@ def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: Options) -> int:
     tracker, against = tracker_chosen(options.tracker), options.against
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
     wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or comparison.RESOLUTION
@@ -148,7 +267,7 @@ def compare(options: argparse.Namespace) -> int:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:
         threshold = wanted if threshold is None else threshold
-        measured = gate.measure(options.baseline, against, always=options.always, **how)
+        measured = gate.measure(options.baseline, against, always=bool(options.always), **how)
     values: dict[str, Any]
     if isinstance(measured, gate.Unchanged):
         code, text = gate.EXIT_CODES[gate.IDENTICAL], f"{gate.IDENTICAL}: {measured.sentence}"
@@ -160,19 +279,19 @@ def compare(options: argparse.Namespace) -> int:
         values, lines, code, page = found.as_dict(), [str(found)], int(not found.complete), ""
         if threshold is not None:
             judged = gate.outcome(found.answer, threshold)
-            code, page = judged.exit_code(strict=options.strict), gate.summary(found.answer, judged, threshold)
+            code, page = judged.exit_code(strict=bool(options.strict)), gate.summary(found.answer, judged, threshold)
             said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
             values, lines = {**values, "gate": said}, [*lines, judged.sentence]
     tell(options, values, lines)
     sys.stdout.flush()
-    if page and (path := options.summary or os.environ.get("GITHUB_STEP_SUMMARY")):
-        with writing(expanded(path), option="--summary"), expanded(path).open("a") as file:
+    if page and (path := options.markdown or os.environ.get("GITHUB_STEP_SUMMARY")):
+        with writing(expanded(path), option="--markdown"), expanded(path).open("a") as file:
             file.write(page)
     _track(tracker, () if isinstance(measured, gate.Unchanged) else [measured])
     return code
 
 
-def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
+def _check_sides(options: Options, *, gated: bool) -> None:
     """Raise ConfigError where the options do not go together."""
     against, candidate = options.against, options.candidate
     if against is None and not candidate:
@@ -181,42 +300,89 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
         raise ConfigError(f"--against {against} takes one step, the same on both sides: leave out {candidate}")
     if options.always and against is None:
         raise ConfigError("--always is for identical code of a revision: it needs --against")
-    if not gated and against is None and (options.strict or options.summary):
-        raise ConfigError("--strict and --summary are about a decision: give --against, --gate or --threshold too")
+    if not gated and against is None and (options.strict or options.markdown):
+        raise ConfigError("--strict and --markdown are about a decision: give --against, --gate or --threshold too")
 
 
-# --- strategy --------------------------------------------------------------------------------------------------------
+# --- recommend --------------------------------------------------------------------------------------------------------
 
 
-def strategy(options: argparse.Namespace) -> int:
-    found = question.strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
-    carried = {"--device": options.device, "--output-dir": options.output_dir}
-    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
-    tell(options, plain(asdict(found)), [found.text(words)])
-    return 0
+def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
+    found = declared.options(search)
+    declared.add_options(parser, [found[name] for name in ("any_batch", "seeds", "images")])
+
+
+def recommend(options: Options) -> int:
+    no_search = reads(options, "workload", "train_images")
+    if options.minutes is not None and not options.minutes > 0:
+        raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
+    settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset or "quick")} | asked(
+        options
+    )
+    settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
+    only: dict[str, list[str]] = {}
+    for text in options.only or ():
+        name, _, values = text.partition("=")
+        if not values:
+            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
+        only[name.strip()] = [value.strip() for value in values.split(",")]
+    try:
+        found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
+    except ModuleNotFoundError as missing:
+        print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
+        return 0
+    study, said = found.study, found.finding
+    path = study.output_dir / FILE
+    names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
+    values = plain({name: getattr(said, name) for name in names}) | {"settings": None if no_search else str(path)}
+    lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
+    if not no_search and not options.json:
+        image = study.output_dir / "image_output" / f"{found.file}.png"
+        save(found.figure(), image)
+        lines.append(f"figure: {image}")
+        if options.workload is None:  # a file is for ddpm-lab train
+            lines.append(f"settings: {path}" if path.exists() else "no search was made")
+    tell(options, values, lines)
+    return 0 if study.records else 1
 
 
 COMMANDS = {
     "run": Command(
         run,
         "run amp --preset smoke --data path/to/images",
-        f"experiments {COMMON} device image-size sets cores resolution seed oversubscribe tracker json",
+        f"experiments {COMMON} device image_size sets cores resolution seed oversubscribe tracker ledger machine json",
         more=_add_options_of_questions,
     ),
     "compare": Command(
         compare,
         "compare mine:before mine:after --resolution 2%",
         "baseline candidate against always resolution minutes sets device output-dir tracker gate "
-        "threshold strict summary json",
+        "threshold strict markdown json",
         {
             "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",
             "sets": "the most sets to measure (default: 100)",
+            "markdown": "append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)",
         },
     ),
-    "strategy": Command(
-        strategy,
-        "strategy --network seed --batch-size 64",
-        "network|parameters batch-size device output-dir json",
-        {"batch-size": "images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)"},
+    "recommend": Command(
+        recommend,
+        "recommend --minutes 10",
+        "preset minutes data held-out skip-bad network workload device global_batch_size sets resolution only "
+        "train-images ledger machine output-dir json",
+        {
+            "minutes": "time budget (default: 10; 60 in full)",
+            "global_batch_size": "the preset's",
+            "sets": "sets that measure again what is found (default: the preset's)",
+            "resolution": "or until a difference such as 2% would be found",
+            "only": {
+                "help": "hold a setting to these values, such as precision=bf16 or loader=packed,files-2 (may be "
+                "repeated); the first is where the search sets out; settings: precision, memory, compile, ranks, "
+                "loader, batch, and on a CPU freed_memory",
+                "action": "append",
+                "metavar": "NAME=VALUE,...",
+            },
+            "machine": "whose records to read: a name, a part of it, a key, or all",
+        },
+        more=_add_options_of_a_search,
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
+from ddpm_lab.cli.options import COMMON, Command, Options, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
+from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
@@ -35,7 +35,7 @@ BATCH_SIZES = (16, 32, 64, 128)
 # --- report, figures -------------------------------------------------------------------------------------------------
 
 
-def report(options: argparse.Namespace) -> int:
+def report(options: Options) -> int:
     from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - needs papermill
 
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
@@ -54,7 +54,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def figures(options: argparse.Namespace) -> int:
+def figures(options: Options) -> int:
     from ddpm_lab.reports import published  # noqa: PLC0415 - needs Matplotlib
 
     output = output_folder(options.output_dir)
@@ -68,7 +68,7 @@ def figures(options: argparse.Namespace) -> int:
     if options.publish:
         found = published.publish(files, options.machine, output)
     else:
-        found = published.rebuild(files, options.machine, output, options.bands)
+        found = published.rebuild(files, options.machine, output, options.bands or DEFAULT)
     rows = [plain({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
@@ -77,7 +77,7 @@ def figures(options: argparse.Namespace) -> int:
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
+def plan(options: Options, folder: Path) -> list[Planned]:
     """What is to be measured, checked before the first of it starts.
 
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
@@ -90,7 +90,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     batches = options.batch_sizes or (fit[:1] if options.preset == "smoke" else fit)
     single = []
     if options.ranks == "auto" and ranks > 1:
-        answers = [strategy(network=network, batch_size=batch, device=device) for batch in batches]
+        answers = [strategy(network=network, global_batch_size=batch, device=device) for batch in batches]
         print(*(f"--ranks auto: {answer.sentence()}" for answer in answers), sep="\n", file=sys.stderr)
         single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     return [part(mine, world_sizes) for mine, world_sizes in parts if mine]
 
 
-def benchmark(options: argparse.Namespace) -> int:
+def benchmark(options: Options) -> int:
     """Exit code 1 where nothing was measured, or several GPUs cannot be."""
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
@@ -151,7 +151,7 @@ def benchmark(options: argparse.Namespace) -> int:
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
-def summary(options: argparse.Namespace) -> int:
+def summary(options: Options) -> int:
     """Exit code 1 where there is no run, or where more differs than ``--only`` allows."""
     sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
@@ -187,7 +187,7 @@ def _rows(source: Path) -> list[runs.Summary]:
     return [replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
-def _difference(options: argparse.Namespace) -> int:
+def _difference(options: Options) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
     if len(options.sources) != 2:
         raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
@@ -238,23 +238,27 @@ COMMANDS = {
         figures,
         "figures --ledger ledger.jsonl",
         "ledger machine bands output-dir publish|check json",
-        {"output-dir": "folder that receives image_output/ (default: this checkout)"},
+        {
+            "ledger": "records to read (default: your own ledger)",
+            "output-dir": "folder that receives image_output/ (default: this checkout)",
+        },
     ),
     "benchmark": Command(
         benchmark,
         "benchmark --preset smoke --batch-sizes 16,32",
-        "network batch-sizes loader-workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
+        "network batch-sizes loader_workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
         "machine output-dir json",
         {
-            "network": "default: seed on a GPU, tiny on a CPU",
+            "network": "seed on a GPU, tiny on a CPU",
             "ranks": "one rank alone; several alone; or several only where `strategy` says so (default: both)",
-            "ledger": "measure nothing: write the folder from these records",
-            "machine": "with --ledger: whose records",
             "output-dir": "folder of the results; the same one goes on (default: a new one here)",
             "json": "print benchmark_results.json and nothing else",
         },
     ),
     "summary": Command(
-        summary, "summary runs/first runs/second --only seed", "sources only ledger machine csv markdown json"
+        summary,
+        "summary runs/first runs/second --only seed",
+        "sources only ledger machine csv markdown json",
+        {"ledger": "records to read (default: your own ledger)"},
     ),
 }

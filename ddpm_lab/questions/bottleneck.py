@@ -34,7 +34,8 @@ from ddpm_lab.questions.recommendation import single
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
-QUESTION = Question(title="What should be changed next?", file="bottleneck")
+NAME = "bottleneck"
+QUESTION = Question(title="What should be changed next?", file=NAME)
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5
@@ -97,7 +98,7 @@ def bottleneck(
         if rows := tuple(row for row in offered.items() if row[0] in only):
             families.append(Family(name=name + what, baseline=config, baseline_label=BASELINE, candidates=rows))
     profile = (name, BASELINE, replace(config, purpose="profile"))
-    return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
+    return Experiment(name=NAME, families=tuple(families), profiles=(profile,))
 
 
 def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
@@ -319,13 +320,13 @@ def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
 def command(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
+    words = ["ddpm-lab", "run", NAME, *("--data", "DATA") * study.own_images, "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size)]
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OPTIONS:
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if name in changed else []
     words += ["--config", "FILE"] if changed - {*_OPTIONS} else []
-    words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
+    words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
     return shlex.join(words)
 
 
@@ -385,7 +386,7 @@ def summary(study: Study) -> list[str]:
     """The executive summary, one sentence each; where there is no time budget, how to measure one."""
     about = subject(study)
     if about is None:
-        return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
+        return ["No time budget is recorded: ddpm-lab run bottleneck measures one."]
     first = next(iter(advice(study)), None)
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
     if first:

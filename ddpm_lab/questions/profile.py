@@ -60,7 +60,7 @@ def answer(study: Study) -> Answer:
         views.append(View(caption=caption, name="operators", figure=lambda: _operators_figure(study, record)))
         views.append(View(caption="The operators in numbers.", table=lambda: operators_table(study)))
     if not any(r.config.is_own for r in study.records):  # whose changes are others
-        caption = "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting."
+        caption = "What to change next, as measured; ddpm-lab run bottleneck measures each change of one setting."
         # What other questions measured counts, but for their profiles, of which each has a budget of its own.
         measured = replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
         views.append(View(caption=caption, table=lambda: bottleneck.table(measured)))
