@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.declared import Opt, fields_reader
+from ddpm_lab.declared import Opt, reader
 from ddpm_lab.plan import Plan
 
 SCHEMA = 4
@@ -54,9 +54,6 @@ class Machine:
     driver: str | None = None
     torch: str = ""
     python: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gpus", tuple(self.gpus))
 
     @cached_property
     def key(self) -> str:
@@ -202,10 +199,7 @@ class RunRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values |= {"config": self.config.as_dict(), "run_id": self.run_id}
-        values |= {name: dataclasses.asdict(values[name]) for name in ("plan", "environment")}
-        return values | {name: [dataclasses.asdict(each) for each in values[name]] for name in ("ranks", "windows")}
+        return {**dataclasses.asdict(self), "config": self.config.as_dict(), "run_id": self.run_id}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
@@ -216,7 +210,7 @@ class RunRecord:
         return found
 
 
-_fields = fields_reader(RunRecord)
+_fields = reader(RunRecord)
 
 
 @lru_cache(maxsize=4096)

@@ -50,6 +50,8 @@ WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 STRATEGY = "strategy"
 """A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
+OF_A_STEP = ("precision", "loader", "loader_workers", "compile")
+"""Settings of the step that a bottleneck is looked for in, beside those of every question."""
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Of a search, where no budget is given."""
 
@@ -64,7 +66,7 @@ def _settings() -> dict[str, dict[str, declared.Option]]:
         name: declared.options(function) | (of_runs if name in trained() else {})
         for name, function in questions().items()
     }
-    of_a_step = {name: declared.options(RunConfig)[name] for name in bottleneck.OPTIONS}
+    of_a_step = {name: declared.options(RunConfig)[name] for name in OF_A_STEP}
     weighed = {name: declared.options(strategy)[name] for name in ("parameters", "global_batch_size")}
     return found | {"bottleneck": of_a_step | found["bottleneck"], STRATEGY: weighed}
 
@@ -94,14 +96,14 @@ def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
 
 def run(options: Options) -> int:
     tracker, able, names = tracker_chosen(options.tracker), _settings(), [*dict.fromkeys(options.experiments)]
-    named = bands(options.bands or DEFAULT, "--bands")
+    named = bands(options.bands or DEFAULT, "--bands")  # refused at once
     for name in names:
         choice("experiment", name, able)
     if STRATEGY in names:
         return _weigh(options, names)
     measured: list[planning.Measured] = []
     if reads(options, "experiments", "bands"):
-        answers = [_read(name, options, named) for name in names]
+        answers = [_read(name, options) for name in names]
     else:
         common = asked(options) | given(options, "cores")
         common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
@@ -126,13 +128,13 @@ def run(options: Options) -> int:
     return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
 
 
-def _read(name: str, options: Options, named: Bands) -> dict[str, Any]:
+def _read(name: str, options: Options) -> dict[str, Any]:
     """The answer of records that exist."""
     output = output_folder(options.output_dir)
     if name == bottleneck.NAME:
         files = ledgers(options.ledger, output)
         return {"experiment": name, **_report(read_study(files, RECOMMENDATION, output, machine=options.machine))}
-    shown = experiments.run(name, bands=named, **given(options, "ledger", "machine", "output_dir"))
+    shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands"))
     return {"experiment": name, **_told(shown)}
 
 
