@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -54,7 +53,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(tmp_path: Path, *words: str) -> list[Experiment]:
     """What the command would measure on this machine."""
-    options: argparse.Namespace = _parser(["benchmark"]).parse_args(["benchmark", *words])
+    options = _parser(["benchmark"]).parse_args(["benchmark", *words])
     return [one.campaign.experiment for one in report.plan(options, tmp_path)]
 
 

@@ -87,7 +87,7 @@ POSITIONALS: dict[str, dict[str, Any]] = {
     "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
     "dest": _of("folder to make"),
     "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
-    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids, SET:LABEL", nargs="*", metavar="SOURCE"),
+    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids", nargs="*", metavar="SOURCE"),
     "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
     "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", metavar="LOG"),
 }

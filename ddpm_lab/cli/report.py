@@ -189,13 +189,13 @@ def _rows(source: Path) -> list[runs.Summary]:
 
 def _difference(options: Options) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
-    if len(options.sources) != 2:
-        raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
-    one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
+    if len(sources := options.sources or []) != 2:
+        raise ConfigError(f"--only compares two runs, and {len(sources)} are given")
+    one, other = (_run(source, place, options.ledger) for source, place in zip(sources, "AB", strict=True))
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
     found = runs.differences(one, other)
     wrong = runs.unexpected(found, only)
-    folders = [path for path in map(expanded, options.sources) if path.is_dir()]
+    folders = [path for path in map(expanded, sources) if path.is_dir()]
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
         runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)
@@ -211,15 +211,11 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> runs.Run:
         config, steps = _settings(path, place)
         return runs.Run(name=named, config=config, circumstances={} if steps is None else {runs.LENGTH: steps})
     files = ledgers(asked, output_folder(None))
-    name, _, label = named.partition(":")
     records, _ = read_all([f for f in files if asked or f.exists()])
-    fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
-    if fits:
+    if fits := [r for r in records if r.run_id == named]:
         return runs.of_record(named, fits[-1])
-    if labels := dict.fromkeys(r.label for r in records if r.set_id == name):
-        raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
     where = ", ".join(map(str, files))
-    raise ConfigError(f"{place} is {named!r}: no run id or set in {where}, no folder and no .toml file; give one")
+    raise ConfigError(f"{place} is {named!r}: no run id in {where}, no folder and no .toml file; give one")
 
 
 def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
