@@ -43,6 +43,8 @@ GROUPS = {
     },
 }
 """The commands as --help lists them."""
+MODULES = {"recommend": "recommend", "check": "check"}
+"""Where a command is, if not in the module of ``ddpm_lab.cli`` that is called as its group."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +113,7 @@ def _parser(words: Sequence[str]) -> Parser:
         for name, about in members.items():
             command = commands.add_parser(name, description=about)
             if words[:1] == [name]:
-                module = import_module(f"ddpm_lab.cli.{name if name == 'check' else group}")
+                module = import_module(f"ddpm_lab.cli.{MODULES.get(name, group)}")
                 module.COMMANDS[name].fill(command, words[1:])
     parser.set_defaults(main=main, parser_of=_parser, typed=words)
     parser.description = "\n".join(lines)

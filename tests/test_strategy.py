@@ -143,7 +143,7 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path) -> None:
     found = strategy.strategy(output_dir=tmp_path)
     assert (found.network, found.batch, found.answer, found.source) == ("tiny", 32, MULTI, "measured")
     for parameters, network, source in ((44_332, "tiny", "measured"), (44_333, None, PRIOR)):
-        known = strategy.strategy(parameters=parameters, global_batch_size=32, output_dir=tmp_path)
+        known = strategy.strategy(parameters=parameters, batch_size=32, output_dir=tmp_path)
         assert (known.network, known.source) == (network, source), "a network is known by its number of parameters"
 
 

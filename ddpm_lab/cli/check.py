@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -11,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_lab.cli.options import Command, Options, given, tell
+from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 
@@ -40,7 +41,7 @@ class Item(NamedTuple):
     adds: str
 
 
-def check(options: Options) -> int:
+def check(options: argparse.Namespace) -> int:
     if options.instrument:
         return _instrument(options)
     items = checkup(output_folder(options.output_dir))
@@ -89,7 +90,7 @@ def checkup(output: Path) -> list[Item]:
     ]
 
 
-def _instrument(options: Options) -> int:
+def _instrument(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
     from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415 - check runs where packages are missing
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.cli.options import Command, Options, given, tell
+from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import LEDGER, expanded, output_folder
 from ddpm_lab.measure import cluster
 from ddpm_lab.questions.ask import questions
@@ -23,8 +23,8 @@ MANY_HOSTS = ("run", "train", "sample")
 ONE_HOST = ("compare", "check")
 
 
-def rank(options: Options) -> int:
-    words, main = options.words or [], options.main
+def rank(options: argparse.Namespace) -> int:
+    words, main = options.words, options.main
     choice("the command after rank", next(iter(words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(words):
         return int(main(words))
@@ -36,9 +36,8 @@ def rank(options: Options) -> int:
         return int(main(words))
 
 
-def submit(options: Options) -> int:
-    words = [*(options.words or [])]
-    words = words[words[:1] == ["--"] :]
+def submit(options: argparse.Namespace) -> int:
+    words = options.words[options.words[:1] == ["--"] :]
     tasks = slurm.tasks_of(words)
     for task in tasks:
         _check(task, MANY_HOSTS if options.nodes not in (None, 1) else (*MANY_HOSTS, *ONE_HOST), options.parser_of)
@@ -66,9 +65,9 @@ def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[s
         choice("experiment", name, questions())
 
 
-def collect(options: Options) -> int:
+def collect(options: argparse.Namespace) -> int:
     """Exit code 1 if a job failed."""
-    logs = [expanded(log) for log in options.logs or ()] or sorted(Path.cwd().glob(slurm.LOGS))
+    logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(slurm.LOGS))
     if not logs:
         raise ConfigError(f"{Path.cwd()} has no {slurm.LOGS}: go where the jobs were submitted, or give their logs")
     states = slurm.states(map(slurm.job_of, logs))

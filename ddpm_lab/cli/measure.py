@@ -1,9 +1,9 @@
-"""Commands that measure: ``run``, ``compare`` and ``recommend``, from their options to an exit code."""
+"""Commands that measure: ``run`` and ``compare``, from their options to an exit code."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 import shlex
 import sys
@@ -17,7 +17,6 @@ from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
 from ddpm_lab.cli.options import (
     COMMON,
     Command,
-    Options,
     Parser,
     add,
     asked,
@@ -28,21 +27,19 @@ from ddpm_lab.cli.options import (
     tell,
     tracker_chosen,
 )
-from ddpm_lab.config import PARTS, RunConfig
-from ddpm_lab.explain import subject, table
+from ddpm_lab.cli.recommend import PRESENT, bottleneck_report, bottleneck_study, plan_bottleneck
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
-from ddpm_lab.explain.frames import Study, read_study
-from ddpm_lab.files import configuration, expanded, ledgers, output_folder, read_settings, writing
-from ddpm_lab.measure import hardware, largest_batch
+from ddpm_lab.explain.frames import read_study
+from ddpm_lab.files import expanded, ledgers, output_folder, writing
 from ddpm_lab.plan import RECOMMENDATION
-from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, planning
+from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
+from ddpm_lab.questions import strategy as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
-from ddpm_lab.questions.recommend import recommend as search
-from ddpm_lab.questions.recommendation import FILE
-from ddpm_lab.questions.strategy import strategy
 from ddpm_lab.reports import summary
 from ddpm_lab.training.run_folder import train_count
 
@@ -50,10 +47,6 @@ WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 STRATEGY = "strategy"
 """A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
-OF_A_STEP = ("precision", "loader", "loader_workers", "compile")
-"""Settings of the step that a bottleneck is looked for in, beside those of every question."""
-MINUTES = {"quick": 10.0, "full": 60.0}
-"""Of a search, where no budget is given."""
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -66,9 +59,9 @@ def _settings() -> dict[str, dict[str, declared.Option]]:
         name: declared.options(function) | (of_runs if name in trained() else {})
         for name, function in questions().items()
     }
-    of_a_step = {name: declared.options(RunConfig)[name] for name in OF_A_STEP}
-    weighed = {name: declared.options(strategy)[name] for name in ("parameters", "global_batch_size")}
-    return found | {"bottleneck": of_a_step | found["bottleneck"], STRATEGY: weighed}
+    present = {name: declared.options(RunConfig)[name] for name in PRESENT}
+    batch = found["amp"]["global_batch_size"]
+    return found | {"bottleneck": present | found["bottleneck"], STRATEGY: {batch.name: batch}}
 
 
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
@@ -88,19 +81,19 @@ def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
             usual = found[0].default if typed and len({str(o.default) for o in found}) == 1 else None
             text = found[0].opt.help + ("" if typed else f" ({', '.join(takers)})")
             declared.add_options(group, [replace(found[0], default=usual, opt=replace(found[0].opt, help=text))])
-    for name, taker in (("bands", "multi_gpu"), ("config", "bottleneck")):
+    for name, taker in (("bands", "multi_gpu"), ("config", "bottleneck"), ("parameters", STRATEGY)):
         parser.hints[f"--{name}"] = f": only {taker} takes it"
         if not typed or taker in typed:
             add(group, name)
 
 
-def run(options: Options) -> int:
+def run(options: argparse.Namespace) -> int:
     tracker, able, names = tracker_chosen(options.tracker), _settings(), [*dict.fromkeys(options.experiments)]
     named = bands(options.bands or DEFAULT, "--bands")  # refused at once
     for name in names:
         choice("experiment", name, able)
     if STRATEGY in names:
-        return _weigh(options, names)
+        return strategy(options, names)
     measured: list[planning.Measured] = []
     if reads(options, "experiments", "bands"):
         answers = [_read(name, options) for name in names]
@@ -108,7 +101,11 @@ def run(options: Options) -> int:
         common = asked(options) | given(options, "cores")
         common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
         # All are checked before the first is measured.
-        planned = [_planned(name, options, common | given(options, *able[name])) for name in names]
+        asked_of = {name: common | given(options, *able[name]) for name in names}
+        planned = [
+            plan_bottleneck(options, how) if name == "bottleneck" else planning.plan_question(name, **how)
+            for name, how in asked_of.items()
+        ]
         measured = [experiments.undecided(one).measure() for one in planned]
         answers = [_answer(one, named) for one in measured]
     if options.json:
@@ -128,29 +125,26 @@ def run(options: Options) -> int:
     return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
 
 
-def _read(name: str, options: Options) -> dict[str, Any]:
+def _read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The answer of records that exist."""
-    output = output_folder(options.output_dir)
-    if name == bottleneck.NAME:
-        files = ledgers(options.ledger, output)
-        return {"experiment": name, **_report(read_study(files, RECOMMENDATION, output, machine=options.machine))}
+    if name == "bottleneck":
+        output = output_folder(options.output_dir)
+        every = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
+        return {"experiment": name, **bottleneck_report(every)}
     shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands"))
     return {"experiment": name, **_told(shown)}
 
 
 def _answer(measured: planning.Measured, named: Bands) -> dict[str, Any]:
-    """The answer of what was measured, or, on a node without scipy, where its records lie."""
+    """The finding of what was measured, or, on a node without scipy, where its records lie."""
     values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    mine = experiments.study_of(measured)
-    if mine.experiment != bottleneck.NAME:
-        return values | _told(answer(replace(mine, bands=named)))
-    every = read_study([measured.ledger], RECOMMENDATION, measured.output_dir, machine=measured.cohort[0])
-    others = tuple(r for r in every.records if r.experiment != mine.experiment)
-    return values | _report(replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets))
+    if measured.experiment.name == "bottleneck":
+        return values | bottleneck_report(bottleneck_study(measured))
+    return values | _told(answer(replace(experiments.study_of(measured), bands=named)))
 
 
 def _told(shown: Answer) -> dict[str, Any]:
@@ -168,79 +162,15 @@ def _told(shown: Answer) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     short = found.get("headline", found["finding"])
-    print(f"{found['experiment']}: {short or found['summary'][0]}")
-    rest = found["finding"].removeprefix(short).removeprefix(". ")
-    print(*textwrap.wrap(rest, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(rest))
+    print(f"{found['experiment']}: {short}")
+    for line in found["finding"].removeprefix(short).removeprefix(". ").split("\n"):
+        print(*textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(line))
     for title, name in (("to answer it", "way_out"), ("figure", "figure"), ("report", "report"), ("page", "page")):
         if found.get(name):
             print(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
         print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
         table.show(split["parts"])
-
-
-# --- run bottleneck, run strategy ------------------------------------------------------------------------------------
-
-
-def _planned(name: str, options: Options, settings: dict[str, Any]) -> planning.Planned:
-    """A question ready to be measured; that for a bottleneck about the settings of a file, too."""
-    if name != bottleneck.NAME:
-        return planning.plan_question(name, **settings)
-    planned = planning.plan_question(name, **_present_settings(options) | settings)
-    campaign, config = planned.campaign, planned.campaign.experiment.profiles[0][2]
-    if config.device == "cuda":
-        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
-        bottleneck.check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
-    else:
-        bottleneck.check_memory(config, largest_batch.available_bytes(), "the machine")
-    if (seconds := campaign.target.seconds) is None:
-        return planned
-    return planned.renewed(bottleneck.fitting(campaign.experiment, seconds, campaign.held))
-
-
-def _present_settings(options: Options) -> dict[str, Any]:
-    """The settings in the file of ``--config``, of which those that are typed go first."""
-    found = read_settings(expanded(options.config), "--config") if options.config else {}
-    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
-        found.pop(name, None)
-    if found.get("nodes") == 1:
-        del found["nodes"]
-    for place, _ in PARTS:
-        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
-            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
-    return found
-
-
-def _report(study: Study) -> dict[str, Any]:
-    """What limits a step and what to change, as values; the report lies in ``reports/``, if there is a time budget."""
-    lines, about, folder = bottleneck.summary(study), subject.subject(study), study.output_dir / "reports"
-    if about is None:
-        return {"finding": "", "summary": lines}
-    pictures, changed = [], tuple(r for r in study.records if r.experiment == bottleneck.NAME and r.role != "profile")
-    for name, records in {"profile": (about.profile,), bottleneck.NAME: changed}.items():
-        if records:
-            part = answer(replace(study, experiment=name, records=records))
-            picture = folder / f"{bottleneck.REPORT}_{name}.png"
-            save(part.figure(), picture)
-            pictures.append((part.finding.headline, picture.name))
-    report = bottleneck.write(study, folder, pictures)
-    advice = [{**plain(asdict(a)), "impact": a.impact, "expected": a.expected} for a in bottleneck.advice(study)]
-    values = {"headline": lines[0], "finding": " ".join(lines), "summary": lines, "advice": advice}
-    return {**values, "report": str(report), "page": str(report.with_suffix(".html"))}
-
-
-def _weigh(options: Options, names: Sequence[str]) -> int:
-    asks = ("network", "parameters", "global_batch_size", "device", "output_dir")
-    if len(names) > 1:
-        raise ConfigError(f"{STRATEGY} weighs what multi_gpu measured, and measures nothing: ask it alone")
-    refuse_others(options, "experiments", "json", *asks, why=f"{STRATEGY} weighs what multi_gpu measured")
-    if options.network and options.parameters:
-        raise ConfigError("--network and --parameters both say what is trained: give one of them")
-    found = strategy(**given(options, *asks))
-    carried = {"--device": options.device, "--output-dir": options.output_dir}
-    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
-    tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], [found.text(words)])
-    return 0
 
 
 def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
@@ -258,7 +188,7 @@ def _track(tracker: str | None, measured: Sequence[planning.Measured]) -> None:
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
-def compare(options: Options) -> int:
+def compare(options: argparse.Namespace) -> int:
     tracker, against = tracker_chosen(options.tracker), options.against
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
     wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or comparison.RESOLUTION
@@ -293,7 +223,7 @@ def compare(options: Options) -> int:
     return code
 
 
-def _check_sides(options: Options, *, gated: bool) -> None:
+def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
     """Raise ConfigError where the options do not go together."""
     against, candidate = options.against, options.candidate
     if against is None and not candidate:
@@ -306,46 +236,22 @@ def _check_sides(options: Options, *, gated: bool) -> None:
         raise ConfigError("--strict and --markdown are about a decision: give --against, --gate or --threshold too")
 
 
-# --- recommend --------------------------------------------------------------------------------------------------------
+# --- strategy --------------------------------------------------------------------------------------------------------
 
 
-def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
-    found = declared.options(search)
-    declared.add_options(parser, [found[name] for name in ("any_batch", "seeds", "images")])
-
-
-def recommend(options: Options) -> int:
-    no_search = reads(options, "workload", "train_images")
-    if options.minutes is not None and not options.minutes > 0:
-        raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset or "quick")} | asked(
-        options
-    )
-    settings |= given(options, "any_batch", "seeds", "images", "train_images", "ledger", "machine")
-    only: dict[str, list[str]] = {}
-    for text in options.only or ():
-        name, _, values = text.partition("=")
-        if not values:
-            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
-        only[name.strip()] = [value.strip() for value in values.split(",")]
-    try:
-        found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
-    except ModuleNotFoundError as missing:
-        print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
-        return 0
-    study, said = found.study, found.finding
-    path = study.output_dir / FILE
-    names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
-    values = plain({name: getattr(said, name) for name in names}) | {"settings": None if no_search else str(path)}
-    lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
-    if not no_search and not options.json:
-        image = study.output_dir / "image_output" / f"{found.file}.png"
-        save(found.figure(), image)
-        lines.append(f"figure: {image}")
-        if options.workload is None:  # a file is for ddpm-lab train
-            lines.append(f"settings: {path}" if path.exists() else "no search was made")
-    tell(options, values, lines)
-    return 0 if study.records else 1
+def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
+    asks = ("network", "parameters", "global_batch_size", "device", "output_dir")
+    if len(names) > 1:
+        raise ConfigError(f"{STRATEGY} weighs what multi_gpu measured, and measures nothing: ask it alone")
+    refuse_others(options, "experiments", "json", *asks, why=f"{STRATEGY} weighs what multi_gpu measured")
+    if options.network and options.parameters:
+        raise ConfigError("--network and --parameters both say what is trained: give one of them")
+    batch = {} if options.global_batch_size is None else {"batch_size": options.global_batch_size}
+    found = question.strategy(**given(options, "network", "parameters", "device", "output_dir"), **batch)
+    carried = {"--device": options.device, "--output-dir": options.output_dir}
+    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
+    tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], [found.text(words)])
+    return 0
 
 
 COMMANDS = {
@@ -365,26 +271,5 @@ COMMANDS = {
             "sets": "the most sets to measure (default: 100)",
             "markdown": "append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)",
         },
-    ),
-    "recommend": Command(
-        recommend,
-        "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device global_batch_size sets resolution only "
-        "train-images ledger machine output-dir json",
-        {
-            "minutes": "time budget (default: 10; 60 in full)",
-            "global_batch_size": "the preset's",
-            "sets": "sets that measure again what is found (default: the preset's)",
-            "resolution": "or until a difference such as 2% would be found",
-            "only": {
-                "help": "hold a setting to these values, such as precision=bf16 or loader=packed,files-2 (may be "
-                "repeated); the first is where the search sets out; settings: precision, memory, compile, ranks, "
-                "loader, batch, and on a CPU freed_memory",
-                "action": "append",
-                "metavar": "NAME=VALUE,...",
-            },
-            "machine": "whose records to read: a name, a part of it, a key, or all",
-        },
-        more=_add_options_of_a_search,
     ),
 }

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sets": _of("sets per comparison (default: what the time gives, at least 4)", int),
     "resolution": _of("smallest difference to be found, such as 2% (default: what the time gives)", metavar="SHARE"),
     "cores": _of("CPU cores to measure with (default: those that other processes leave free)", int, metavar="N"),
+    "parameters": _of("of a network of your own, in place of --network", int, metavar="COUNT"),
     "workload": _of("a training of your own (docs/your_own_model.md)", metavar="MODULE:FUNCTION"),
     "batch-sizes": _of("images of a step (default: those of 16,32,64,128 that fit)", NUMBERS, metavar="A,B,..."),
     "ranks": _of("one rank alone; several; or several unless one is enough", choices=("single", "multi", "auto")),
@@ -56,7 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "count": _of("how many images, at most 1000000", int, metavar="N", required=True),
     "grid": _of("write all images as one, grid.png, too", bool),
     "batch-size": _of("images that a rank makes at once (default: 64)", int),
-    "inception": _of("weights of torch-fidelity's Inception: the images' FID too", metavar="FILE"),
     # results
     "ledger": _of("measure nothing, and read these records", nargs="+", metavar="FILE"),
     "machine": _of("whose records to read: a name, a part of it, or a key", metavar="NAME"),
@@ -87,9 +87,9 @@ POSITIONALS: dict[str, dict[str, Any]] = {
     "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
     "dest": _of("folder to make"),
     "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
-    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids", nargs="*", metavar="SOURCE"),
+    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids", nargs="*", default=[], metavar="SOURCE"),
     "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
-    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", metavar="LOG"),
+    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", default=[], metavar="LOG"),
 }
 USUAL = {
     **{"device": "the GPU where there is one", "network": "the preset's choice for this machine", "nodes": 1},
@@ -151,7 +151,7 @@ class Command(NamedTuple):
     the words that were typed after its name.
     """
 
-    run: Callable[[Options], int]
+    run: Callable[[argparse.Namespace], int]
     example: str
     options: str
     here: Mapping[str, Any] = {}
@@ -179,7 +179,7 @@ def add(parser: argparse._ActionsContainer, name: str, here: Any = None) -> None
         parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 
 
-def reads(options: Options, *also: str) -> bool:
+def reads(options: argparse.Namespace, *also: str) -> bool:
     """Whether --ledger or --machine is given, so that records are read and nothing is measured.
 
     Raises ConfigError for another option beside them, but for those of ``also``.
@@ -192,19 +192,19 @@ def reads(options: Options, *also: str) -> bool:
     return True
 
 
-def refuse_others(options: Options, *able: str, why: str) -> None:
+def refuse_others(options: argparse.Namespace, *able: str, why: str) -> None:
     """Raise ConfigError for an option that is not among those that have an effect, as ``why`` says."""
     for action in options.parser._actions:
         if action.dest in options and action.dest not in able:
             raise ConfigError(f"{why}, and {action.option_strings[-1]} is about measuring: leave it out")
 
 
-def given(options: Options, *names: str) -> dict[str, Any]:
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Options by name, as keyword arguments; those that are absent are left out."""
     return {name: getattr(options, name) for name in names if name in options}
 
 
-def asked(options: Options) -> dict[str, Any]:
+def asked(options: argparse.Namespace) -> dict[str, Any]:
     """How a question is asked: those of ``SETTINGS`` that are given. Raises ConfigError for no share as resolution."""
     found = given(options, *SETTINGS)
     return found | ({"resolution": percent(found["resolution"])} if "resolution" in found else {})
@@ -215,7 +215,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def tell(options: Options, values: Any, lines: Iterable[object]) -> None:
+def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> None:
     """Print an answer: ``values`` as JSON where that is asked for, else ``lines``."""
     print(*([json.dumps(values, indent=1)] if options.json else lines), sep="\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, Options, asked, given, plain, reads, tell
+from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT
@@ -35,7 +36,7 @@ BATCH_SIZES = (16, 32, 64, 128)
 # --- report, figures -------------------------------------------------------------------------------------------------
 
 
-def report(options: Options) -> int:
+def report(options: argparse.Namespace) -> int:
     from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - needs papermill
 
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
@@ -54,7 +55,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def figures(options: Options) -> int:
+def figures(options: argparse.Namespace) -> int:
     from ddpm_lab.reports import published  # noqa: PLC0415 - needs Matplotlib
 
     output = output_folder(options.output_dir)
@@ -77,7 +78,7 @@ def figures(options: Options) -> int:
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def plan(options: Options, folder: Path) -> list[Planned]:
+def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     """What is to be measured, checked before the first of it starts.
 
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
@@ -90,7 +91,7 @@ def plan(options: Options, folder: Path) -> list[Planned]:
     batches = options.batch_sizes or (fit[:1] if options.preset == "smoke" else fit)
     single = []
     if options.ranks == "auto" and ranks > 1:
-        answers = [strategy(network=network, global_batch_size=batch, device=device) for batch in batches]
+        answers = [strategy(network=network, batch_size=batch, device=device) for batch in batches]
         print(*(f"--ranks auto: {answer.sentence()}" for answer in answers), sep="\n", file=sys.stderr)
         single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
@@ -107,7 +108,7 @@ def plan(options: Options, folder: Path) -> list[Planned]:
     return [part(mine, world_sizes) for mine, world_sizes in parts if mine]
 
 
-def benchmark(options: Options) -> int:
+def benchmark(options: argparse.Namespace) -> int:
     """Exit code 1 where nothing was measured, or several GPUs cannot be."""
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
@@ -151,7 +152,7 @@ def benchmark(options: Options) -> int:
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
-def summary(options: Options) -> int:
+def summary(options: argparse.Namespace) -> int:
     """Exit code 1 where there is no run, or where more differs than ``--only`` allows."""
     sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
@@ -187,15 +188,15 @@ def _rows(source: Path) -> list[runs.Summary]:
     return [replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
-def _difference(options: Options) -> int:
+def _difference(options: argparse.Namespace) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
-    if len(sources := options.sources or []) != 2:
-        raise ConfigError(f"--only compares two runs, and {len(sources)} are given")
-    one, other = (_run(source, place, options.ledger) for source, place in zip(sources, "AB", strict=True))
+    if len(options.sources) != 2:
+        raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
+    one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
     found = runs.differences(one, other)
     wrong = runs.unexpected(found, only)
-    folders = [path for path in map(expanded, sources) if path.is_dir()]
+    folders = [path for path in map(expanded, options.sources) if path.is_dir()]
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
         runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)

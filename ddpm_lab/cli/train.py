@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.cli.options import Command, Options, given, tracker_chosen
+from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
-from ddpm_lab.explain import samples
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.process import sweep
@@ -34,7 +34,7 @@ SCHEDULE, SAMPLING = declared.options(training_run.Schedule), declared.options(s
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
-def prepare(options: Options) -> int:
+def prepare(options: argparse.Namespace) -> int:
     how = given(options, "image_size", "held_out", "skip_bad")
     dest = expanded(options.dest)
     manifest = packed.prepare(options.source, dest, progress=lambda line: print(line, file=sys.stderr), **how)
@@ -46,7 +46,7 @@ def prepare(options: Options) -> int:
     return 0
 
 
-def train(options: Options) -> int:
+def train(options: argparse.Namespace) -> int:
     """128 and the signal's number if one ended it."""
     if options.output_dir is None:
         raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
@@ -56,7 +56,7 @@ def train(options: Options) -> int:
         return _train(options, stop)
 
 
-def _train(options: Options, stop: Stop) -> int:
+def _train(options: argparse.Namespace, stop: Stop) -> int:
     settings = given(options, "data", *TRAINED_BY)
     if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
@@ -92,10 +92,7 @@ def _train(options: Options, stop: Stop) -> int:
     return 0
 
 
-def sample(options: Options) -> int:
-    if bool(options.inception) != bool(options.data):
-        there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
-        raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
+def sample(options: argparse.Namespace) -> int:
     options.hint = lambda: "the images that were made stay, the same command goes on"
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
     if not checkpoint.name:
@@ -105,16 +102,9 @@ def sample(options: Options) -> int:
     world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
     _tell_of_idle(options.device, world_size, progress)
     sweep()
-    if options.inception:
-        how = {"cache": output_folder(None) / PREPARED, "progress": progress, **given(options, "held_out", "skip_bad")}
-        fid, data = sampling_run.plan_sample_fid(checkpoint, options.inception, options.data, options.count, **how)
     how = {"world_size": world_size, "progress": progress, "device": options.device}
     batch_size = 64 if options.batch_size is None else options.batch_size
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, batch_size=batch_size, **how)
-    if options.inception:
-        found = sampling_run.sample_fid(paths, fid, data, device=options.device, progress=progress)
-        few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
-        print(f"FID {samples.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
     if options.grid:
         from ddpm_lab.training.generation import write_grid  # noqa: PLC0415 - imports torch
 
@@ -149,11 +139,9 @@ COMMANDS = {
     "sample": Command(
         sample,
         f"sample {EXAMPLE} --count 64 --grid",
-        "checkpoint count output-dir grid batch-size world_size device inception data held-out skip-bad",
+        "checkpoint count output-dir grid batch-size world_size device",
         {
             "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
-            "data": "images that a FID is measured against: a folder, an archive, or synthetic",
-            "held-out": "images not to measure against (default: 5 % of them)",
         },
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
     ),

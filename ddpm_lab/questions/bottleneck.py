@@ -34,8 +34,7 @@ from ddpm_lab.questions.recommendation import single
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
-NAME = "bottleneck"
-QUESTION = Question(title="What should be changed next?", file=NAME)
+QUESTION = Question(title="What should be changed next?", file="bottleneck")
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5
@@ -98,7 +97,7 @@ def bottleneck(
         if rows := tuple(row for row in offered.items() if row[0] in only):
             families.append(Family(name=name + what, baseline=config, baseline_label=BASELINE, candidates=rows))
     profile = (name, BASELINE, replace(config, purpose="profile"))
-    return Experiment(name=NAME, families=tuple(families), profiles=(profile,))
+    return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
 def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
@@ -320,7 +319,7 @@ def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
 def command(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "run", NAME, *("--data", "DATA") * study.own_images, "--network", config.network]
+    words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size)]
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OPTIONS:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
-from ddpm_lab.declared import Opt
 from ddpm_lab.explain import decisions, findings, machine_state, phrases
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
@@ -18,7 +17,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.multi_gpu import scaling_rows
-from ddpm_lab.training.setting import Batch, check_ranks, usual_device
+from ddpm_lab.training.setting import check_ranks, usual_device
 
 USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 """Network and global batch size by kind of device, where neither was said."""
@@ -102,8 +101,8 @@ def prior(parameters: int, batch: int) -> tuple[str, str]:
 def strategy(
     *,
     network: str | None = None,
-    parameters: Annotated[int | None, Opt("of a network of your own, in place of --network", least=1)] = None,
-    global_batch_size: Batch = None,
+    parameters: int | None = None,
+    batch_size: int | None = None,
     device: str | None = None,
     output_dir: str | Path | None = None,
 ) -> Strategy:
@@ -119,8 +118,8 @@ def strategy(
     choice("device", device, DEVICES)
     check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())
     usual_network, usual_batch = USUAL[device]
-    batch = usual_batch if global_batch_size is None else global_batch_size
-    whole("global_batch_size", batch, 1)
+    batch = usual_batch if batch_size is None else batch_size
+    whole("batch_size", batch, 1)
     if parameters is None:
         network = network or usual_network
         choice("network", network, NETWORKS)
