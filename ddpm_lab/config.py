@@ -127,7 +127,7 @@ class ExchangeConfig:
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
-SAME_WEIGHTS = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
+SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
 """Settings that change no bit of the weights that are learned, and their values where only that matters."""
 
 

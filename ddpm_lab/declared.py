@@ -114,7 +114,7 @@ def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     elif origin is dict:
         found = partial(_dictionary, reader(inner[1]))
     elif dataclasses.is_dataclass(hint):
-        found = _table_reader(hint)
+        found = _table_reader(typing.cast(Any, hint))
     elif hint not in PLAIN:
         found = partial(_optional, None)
     return found

@@ -92,7 +92,7 @@ def test_what_is_measured_by_batches_and_ranks(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("four_cores")
 def test_refusals_in_one_line_leave_nothing_behind(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {
-        "--batch-sizes 16,x": "16,x",
+        "--batch-sizes 16,x": "'x'",
         "--batch-sizes 15": "15",
         "--loader-workers 9": "loader_workers is 9",
         "--machine here": "--ledger",

@@ -410,8 +410,8 @@ def test_what_makes_no_sense_is_refused(call: Call, ledger: Path, tmp_path: Path
     ):
         code, _, error = call("run", "bottleneck", *arguments, "--output-dir", tmp_path)
         assert (code, len(error.strip().splitlines())) == (2, 1)
-    arguments = ("--batch-size", 99_999_999, "--image-size", 8, "--output-dir", tmp_path)
-    code, _, error = call("run", "bottleneck", *arguments)
+    large = ("--batch-size", 99_999_999, "--image-size", 8)
+    code, _, error = call("run", "bottleneck", *large, "--output-dir", tmp_path)
     assert (code, "global_batch_size is 99,999,999" in error) == (2, True)
     assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
     empty = tmp_path / "empty.jsonl"

@@ -160,8 +160,10 @@ def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
     notes = [make.record(RunConfig(), role="note", set_id="", label=label) for label in ("tf32", "fp16")]
     records = [*make.sets({"faster": (RunConfig(precision="bf16"), 1.1)}, count=2), *notes]  # notes of one second
     Ledger(tmp_path / "a.jsonl").append(records)
-    where = dataclasses.replace(records[0].environment, hostname=None, kernel="")
-    hidden = [dataclasses.replace(r, environment=where) for r in records]
+    hidden = [
+        dataclasses.replace(r, environment=dataclasses.replace(r.environment, hostname=None, kernel=""))
+        for r in records
+    ]
     others = [dataclasses.replace(r, set_id=f"other-{r.set_id}") for r in records]
     Ledger(tmp_path / "b.jsonl").append([*hidden, *others])
     found, _ = read_all([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])

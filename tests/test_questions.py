@@ -221,7 +221,7 @@ def test_a_profile_supplies_no_speed() -> None:
 def test_a_parameter_says_what_it_may_be_also_where_it_may_be_none() -> None:
     for function, optional in ((profile, False), (torch_compile, True)):
         found = options(function)["precision"]
-        assert (found.kind, found.opt.choices, found.optional) == (str, PRECISIONS, optional)
+        assert (found.kind, found.opt.choices, found.default is None) == (str, PRECISIONS, optional)
 
 
 @pytest.mark.parametrize(

@@ -171,10 +171,11 @@ class Command(NamedTuple):
 
 def add(parser: argparse._ActionsContainer, name: str, here: Any = None) -> None:
     """Add an option or a positional to a command; ``here`` replaces its help, or more that argparse is told."""
-    if name in OF_TRAINING:
+    told = POSITIONALS.get(name) or OPTIONS.get(name)
+    if told is None:
         declared.add_options(parser, [replace(OF_TRAINING[name], default=here or USUAL.get(name))])
     else:
-        how = {**(POSITIONALS.get(name) or OPTIONS[name]), **({"help": here} if isinstance(here, str) else here or {})}
+        how = {**told, **({"help": here} if isinstance(here, str) else here or {})}
         how["help"] = how["help"].replace("%", "%%")
         parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 
@@ -186,9 +187,7 @@ def reads(options: argparse.Namespace, *also: str) -> bool:
     """
     if options.ledger is None and options.machine is None:
         return False
-    refuse_others(
-        options, "ledger", "machine", "output_dir", "json", *also, reason="--ledger and --machine read records"
-    )
+    refuse_others(options, "ledger", "machine", "output_dir", "json", *also, why="--ledger and --machine read records")
     return True
 
 

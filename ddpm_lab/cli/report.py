@@ -247,7 +247,7 @@ COMMANDS = {
         "machine output-dir json",
         {
             "network": "seed on a GPU, tiny on a CPU",
-            "ranks": "one rank alone; several alone; or several only where `strategy` says so (default: both)",
+            "ranks": "one rank alone; several alone; or several only where `run strategy` says so (default: both)",
             "output-dir": "folder of the results; the same one goes on (default: a new one here)",
             "json": "print benchmark_results.json and nothing else",
         },
