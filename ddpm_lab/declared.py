@@ -132,7 +132,8 @@ def _table_reader(kind: Any) -> Reader:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{place} is {str(value)[:60]!r}: give settings: {', '.join(fields)}")
-        known(place or kind.__name__, value, kind)
+        if not value.keys() <= fields.keys():
+            known(place or kind.__name__, value, kind)
         inside = f"{place}." if place else ""
         for name in needed:
             if name not in value:
