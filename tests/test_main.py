@@ -71,7 +71,12 @@ REFUSED = {
     "run strategy amp": ["strategy", "alone"],
     "run strategy --preset smoke": ["--preset"],
     "run strategy --network tiny --parameters 9": ["--network", "--parameters"],
+    "train --steps 5": ["--output-dir"],
+    "train --steps 5 --output-dir DEST --data none": ["none"],
+    "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
     "train --steps 5 --output-dir DEST --world-size 0": ["world_size is 0"],
+    "sample none.pt --count 3": ["none.pt"],
+    "sample . --count 3": ["CHECKPOINT is '.'"],
     "sample nowhere.pt --count 1 --batch-size 0": ["batch_size is 0"],
     "sample nowhere.pt --count 1 --world-size two": ["--world-size", "'two'"],
     "prepare synthetic FILE/below": ["FILE/below"],
@@ -101,6 +106,7 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
         for word in words:
             assert word in err, arguments
     assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not (tmp_path / "DEST").exists()
 
 
 def test_a_parameter_may_be_typed_as_python_or_json_has_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
