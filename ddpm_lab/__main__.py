@@ -20,11 +20,9 @@ from ddpm_lab.training.stopping import Stop, Stopped, signal_name
 ABOUT = "Which settings train a diffusion model fastest here, and do they cost quality?"
 GROUPS = {
     "measure": {
-        "run": "Measure one or more experiments; again, more sets where inconclusive.",
+        "run": "Answer one or more questions; again, more sets where inconclusive.",
         "compare": "Compare the speed of two training steps, or of one in two revisions.",
         "recommend": "Search the fastest configuration whose quality is not worse.",
-        "bottleneck": "Report what takes the time of a step, and what to change next.",
-        "strategy": "Say whether one rank or several should train, and why.",
         "check": "Say what this machine has and lacks, or how finely it measures.",
     },
     "train": {
@@ -44,7 +42,7 @@ GROUPS = {
     },
 }
 """The commands as --help lists them."""
-MODULES = {"recommend": "recommend", "bottleneck": "recommend", "check": "check"}
+MODULES = {"recommend": "recommend", "check": "check"}
 """Where a command is, if not in the module of ``ddpm_lab.cli`` that is called as its group."""
 
 

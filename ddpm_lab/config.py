@@ -40,12 +40,14 @@ SAMPLING = "ddpm_lab.diffusion.sampling:sampling"
 OWN = "ddpm_lab.training.own:own"
 OWN_LOADER = "ddpm_lab.training.own:loader_alone"
 """The workloads that run a training of the user's; their option ``make`` names it as module:function."""
-MADE = ("parameters", "samples", "sample")
-"""Options that say what the user's function made when it was looked at: the same each time it is called."""
-TRIED = ("images", "draws")
+OBSERVED_OPTIONS = ("parameters", "samples", "sample")
+"""Options that say what the user's function returned when it was called first: the same each time it is called."""
+TRIAL_OPTIONS = ("images", "draws")
 """Options of a trial; all others say which training of the user's it is."""
-ABLE: dict[str, Any] = {"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)}
-ABLE |= {"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")}
+OWN_CHOICES: dict[str, Any] = {
+    **{"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)},
+    **{"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")},
+}
 """What a training of the user's can be set to, where that is less than the lab's own can."""
 TRAINING = "ddpm_lab.training.training:training"
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
@@ -93,8 +95,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         validate(self, "optimizer.")
-        if len(self.betas) != 2:
-            raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers")
 
     def decay_at(self, update: int) -> float:
         """The decay of the averages at their n-th update, counted from 1."""
@@ -127,8 +127,8 @@ class ExchangeConfig:
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
-UNLEARNED: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
-"""Settings that change no bit of what the lab's trainer learns, and their values where only that matters."""
+SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
+"""Settings that change no bit of the weights that are learned, and their values where only that matters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class RunConfig:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
+        object.__setattr__(self, "options", tuple((str(k), v) for k, v in dict(self.options).items()))
         validate(self)
         for sentence in (*self._impossible(), *self._without_effect()):
             raise ConfigError(sentence)
@@ -204,7 +204,7 @@ class RunConfig:
             yield f"loader_workers is {self.loader_workers} {none}: use loader 'files', or 0 workers"
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):
             yield f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU"
-        for name, able in ABLE.items() if self.is_own else ():
+        for name, able in OWN_CHOICES.items() if self.is_own else ():
             if (value := getattr(self, name)) not in able:
                 yield f"{name} of {self.work_name} is {value!r}: choose one of {', '.join(map(str, able))}"
 
@@ -247,7 +247,7 @@ class RunConfig:
     @property
     def own_options(self) -> tuple[tuple[str, Any], ...]:
         """The options that say which training of the user's it is; none of the lab's own trainer."""
-        return tuple((k, v) for k, v in self.options if k not in TRIED) if self.is_own else ()
+        return tuple((k, v) for k, v in self.options if k not in TRIAL_OPTIONS) if self.is_own else ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -287,14 +287,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Rebuild a configuration; raises ConfigError for a name that does not exist."""
-        values = dict(values)
         known("a configuration", values, cls)
-        for place, kind in PARTS:
-            if isinstance(values.get(place), Mapping):
-                known(place, values[place], kind)
-                values[place] = kind(**values[place])
-        if isinstance(values.get("options"), Mapping):
-            values["options"] = tuple(values["options"].items())
         return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -22,6 +22,8 @@ from ddpm_lab.checks import ConfigError, choice, several
 PLAIN = (int, float, bool, str)
 MOST = 2**63 - 1
 """Whole numbers are at most this: torch can hold them."""
+Reader = Callable[[Any, str], Any]
+"""From a value, and its place for a sentence about it, to the value as it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +55,15 @@ class Opt:
 class Option:
     """A setting: ``kind`` is int, float, bool, str or a dataclass, of several values with ``several``.
 
-    ``optional`` settings may be None.
+    ``checked(value, place)`` is a value as it is kept, a list as a tuple; it raises ConfigError, which names ``place``.
     """
 
     name: str
     kind: Any
     default: Any
     opt: Opt
-    optional: bool = False
-    several: bool = False
-
-    def checked(self, value: Any, place: str) -> Any:
-        """The value, a list as a tuple. Raises ConfigError, which names ``place``."""
-        if (value is None and self.optional) or not (self.kind in PLAIN or dataclasses.is_dataclass(self.kind)):
-            return value
-        if not self.several:
-            return self._one(value, place)
-        several(place, value)
-        return tuple(self._one(v, place) for v in value)
-
-    def _one(self, value: Any, place: str) -> Any:
-        kind: Any = self.kind
-        if choices := self.opt.choices or ((True, False) if kind is bool else ()):
-            choice(place, value, choices)
-            if isinstance(value, int | float) and type(value) is not type(choices[0]):  # 1 is no True
-                raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
-        elif kind is str or dataclasses.is_dataclass(self.kind):
-            if not isinstance(value, kind):
-                names = "a text in quotation marks" if kind is str else f"settings: {', '.join(options(kind))}"
-                raise ConfigError(f"{place} is {value!r}: give {names}")
-        elif not self.opt.allows(kind, value):
-            none = ", or null for none" if self.optional else ""
-            raise ConfigError(f"{place} is {value!r}: give {self.opt.limits(kind)}{none}")
-        return value
+    several: bool
+    checked: Reader
 
 
 @cache
@@ -102,15 +80,107 @@ def options(owner: Any) -> dict[str, Option]:
 
 
 def _option(name: str, hint: Any, default: Any) -> Option:
-    opt, optional = Opt(), False
-    while typing.get_origin(hint) in (Annotated, types.UnionType, typing.Union):
-        if typing.get_origin(hint) is Annotated:
-            hint, opt = typing.get_args(hint)
+    opt, kind = Opt(), hint
+    while typing.get_origin(kind) in (Annotated, types.UnionType, typing.Union):
+        if typing.get_origin(kind) is Annotated:
+            kind, opt = typing.get_args(kind)
         else:
-            optional = type(None) in typing.get_args(hint)
-            hint = next(k for k in typing.get_args(hint) if k is not type(None))
-    inner = typing.get_args(hint) if typing.get_origin(hint) in (tuple, Sequence) else ()
-    return Option(name, inner[0] if inner else hint, default, opt, optional, several=bool(inner))
+            kind = _present(kind)
+    inner = typing.get_args(kind) if typing.get_origin(kind) in (tuple, Sequence) else ()
+    return Option(name, inner[0] if inner else kind, default, opt, bool(inner), reader(hint))
+
+
+def _present(union: Any) -> Any:
+    """The type of a setting that may be None besides."""
+    return next(kind for kind in typing.get_args(union) if kind is not type(None))
+
+
+def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
+    """Make a reader of values of an annotation: tables as dataclasses, lists as tuples; any other type is as it is.
+
+    What does not fit raises ConfigError: ``windows[3].steps is '5': give int``. Numbers have limits where ``opt``,
+    which is what an ``Annotated`` type brings, sets some; without one they may be infinite.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    found: Reader = partial(_expected, hint) if opt is None else partial(_within, hint, opt, remedy)
+    if origin is Annotated:
+        found = reader(*inner)
+    elif origin in (types.UnionType, typing.Union):
+        found = partial(_optional, reader(_present(hint), opt, ", or null for none"))
+    elif origin is Sequence:
+        found = partial(_listed, reader(inner[0], opt))
+    elif origin is tuple:
+        found = partial(_tuple, inner, [reader(kind, opt) for kind in inner if kind is not ...])
+    elif origin is dict:
+        found = partial(_dictionary, reader(inner[1]))
+    elif dataclasses.is_dataclass(hint):
+        found = _table_reader(typing.cast(Any, hint))
+    elif hint not in PLAIN:
+        found = partial(_optional, None)
+    return found
+
+
+@cache
+def _table_reader(kind: Any) -> Reader:
+    """Make a reader of the dataclass ``kind`` from a table; one that is there already is taken as it is."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {f.name: reader(hints[f.name]) for f in dataclasses.fields(kind) if f.init}
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+
+    def read(value: Any, place: str) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place} is {str(value)[:60]!r}: give settings: {', '.join(fields)}")
+        if not value.keys() <= fields.keys():
+            known(place or kind.__name__, value, kind)
+        inside = f"{place}." if place else ""
+        for name in needed:
+            if name not in value:
+                raise ConfigError(f"{inside}{name} is missing")
+        return kind(**{name: fields[name](v, f"{inside}{name}") for name, v in value.items()})
+
+    return read
+
+
+def _optional(read: Reader | None, value: Any, place: str) -> Any:
+    return value if value is None or read is None else read(value, place)
+
+
+def _dictionary(read: Reader, table: Any, place: str) -> dict[str, Any]:
+    return {name: read(value, f"{place}.{name}") for name, value in _expected(dict, table, place).items()}
+
+
+def _listed(read: Reader, values: Any, place: str) -> tuple[Any, ...]:
+    several(place, values)
+    return tuple(read(v, place) for v in values)
+
+
+def _tuple(kinds: Sequence[Any], reads: Sequence[Reader], values: Any, place: str) -> tuple[Any, ...]:
+    _expected((list, tuple), values, place)
+    if kinds[-1] is ...:
+        if kinds[0] in PLAIN and all(type(v) is kinds[0] for v in values):  # thousands of seconds
+            return tuple(values)
+        return tuple(reads[0](v, f"{place}[{i}]") for i, v in enumerate(values))
+    if len(values) != len(reads):
+        raise ConfigError(f"{place} is {values!r}: give {len(reads)} values")
+    return tuple(read(v, f"{place}[{i}]") for i, (read, v) in enumerate(zip(reads, values, strict=True)))
+
+
+def _within(kind: type, opt: Opt, remedy: str, value: Any, place: str) -> Any:
+    if opt.choices:
+        choice(place, value, opt.choices)
+    elif kind in (int, float) and not opt.allows(kind, value):
+        raise ConfigError(f"{place} is {value!r}: give {opt.limits(kind)}{remedy}")
+    return _expected(kind, value, place)
+
+
+def _expected(kind: Any, value: Any, place: str) -> Any:
+    able = (int, float) if kind is float else kind
+    if not isinstance(value, able) or (isinstance(value, bool) and kind is not bool):
+        name = {bool: "True or False", str: "a text in quotation marks", (list, tuple): "a list"}.get(kind)
+        raise ConfigError(f"{place} is {str(value)[:60]!r}: give {name or kind.__name__}")
+    return value
 
 
 def validate(made: Any, place: str = "") -> None:
@@ -135,73 +205,6 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any], place: st
     return {name: found[name].checked(value, name) if name in found else value for name, value in values.items()}
 
 
-Reader = Callable[[Any, str], Any]
-"""From a value of JSON, and its place for a sentence about it, to a value of Python."""
-
-
-@cache
-def reader(kind: Any) -> Reader:
-    """Make a reader of values of the annotation ``kind``: dataclasses field by field, lists as tuples.
-
-    What does not fit raises ValueError: ``windows[3].steps is '5': expected int``.
-    """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        read, allowed = reader(inner[0]), inner[1].choices
-        return lambda value, place: read(value if not allowed else _among(allowed, value, place), place)
-    if origin in (types.UnionType, typing.Union):
-        read = reader(next(k for k in inner if k is not type(None)))
-        return lambda value, place: None if value is None else read(value, place)
-    if origin is tuple:
-        return partial(_tuple, inner[0])
-    if origin is dict:
-        read = reader(inner[1])
-        return lambda table, place: {k: read(v, f"{place}.{k}") for k, v in _expected(dict, table, place).items()}
-    return fields_reader(kind) if dataclasses.is_dataclass(kind) else partial(_expected, kind)
-
-
-def fields_reader(kind: Any) -> Reader:
-    """Make a reader of the dataclass ``kind`` from a table; one that is there already is taken as it is."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    fields = {f.name: reader(hints[f.name]) for f in dataclasses.fields(kind) if f.init}
-    needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-
-    def read(value: Any, place: str) -> Any:
-        if isinstance(value, kind):
-            return value
-        inside = f"{place}." if place else ""
-        for name in needed:
-            if name not in _expected(dict, value, place):
-                raise ValueError(f"{inside}{name} is missing")
-        for name in value:
-            if name not in fields:
-                raise ValueError(f"{inside}{name} is no field of {kind.__name__}")
-        return kind(**{name: fields[name](v, f"{inside}{name}") for name, v in value.items()})
-
-    return read
-
-
-def _among(allowed: Sequence[str], value: Any, place: str) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{place} is {str(value)[:60]!r}: expected one of {', '.join(allowed)}")
-    return value
-
-
-def _tuple(kind: Any, values: Any, place: str) -> tuple[Any, ...]:
-    _expected(list, list(values) if isinstance(values, tuple) else values, place)
-    if kind in PLAIN and all(type(v) is kind for v in values):  # thousands of seconds
-        return tuple(values)
-    read = reader(kind)
-    return tuple(read(v, f"{place}[{i}]") for i, v in enumerate(values))
-
-
-def _expected(kind: Any, value: Any, place: str) -> Any:
-    able = object if kind is Any else (int, float) if kind is float else kind
-    if not isinstance(value, able) or (isinstance(value, bool) and kind in (int, float)):
-        raise ValueError(f"{place} is {str(value)[:60]!r}: expected {kind.__name__}")
-    return value
-
-
 FLAGS = {"global_batch_size": "batch-size", "global_batch_sizes": "batch-sizes"}
 """What is called by a shorter name on the command line."""
 
@@ -222,26 +225,24 @@ def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> 
     """
     for option in found:
         usual, text = option.default, option.opt.help
-        if text != argparse.SUPPRESS:
-            text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
-            text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
-            text = text.replace("%", "%%")
-        how: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
+        text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
+        text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
+        how: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS, "dest": option.name}
         if option.kind is bool:
-            how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+            how["action"] = "store_true"
         else:
-            how["type"] = partial(_values if option.several else _value, option.kind)
+            how["type"] = partial(comma_separated if option.several else _value, option.kind)
             how["metavar"] = "A,B,..." if option.several else flag(option.name)[2:].replace("-", "_").upper()
         parser.add_argument(flag(option.name), **how)
 
 
 def _value(kind: Any, text: str) -> Any:
-    """A value from its text; one that is no number stays text, and is refused in a sentence when it is checked."""
     try:
         return kind(text.strip())
     except ValueError:
-        return text
+        raise argparse.ArgumentTypeError(f"{text!r}: give {'a whole number' if kind is int else 'a number'}") from None
 
 
-def _values(kind: Any, text: str) -> list[Any]:
+def comma_separated(kind: Any, text: str) -> list[Any]:
+    """Values with commas between them."""
     return [_value(kind, each) for each in text.split(",")]

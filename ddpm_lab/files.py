@@ -1,17 +1,25 @@
-"""Where results lie, and how files are written: whole or not at all, or refused in one sentence."""
+"""Where results lie, how files are written (whole or not at all), and settings in TOML files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ddpm_lab.checks import ConfigError, LabError
+from ddpm_lab.config import RunConfig
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LEDGER = Path("trace_output", "ledger.jsonl")
 PREPARED = Path("data", "prepared")
 """Records and prepared images, in an output folder."""
+NONE = "none"
+"""How a file says that a number is left out, such as ``clip_norm``: TOML has no null."""
+NOT_IN_FILES = ("purpose", "workload", "options")
+"""Settings that a training decides by itself, so that no file gives them."""
 
 
 def expanded(path: str | Path) -> Path:
@@ -52,3 +60,45 @@ def replace(path: Path, content: str | bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def read_settings(path: Path, place: str) -> dict[str, Any]:
+    """The settings in a TOML file, as they stand there. Raises ConfigError, which names ``place``."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: {path} is not TOML: {error}") from error
+    for table, name in (("diffusion", "min_snr_gamma"), ("optimizer", "clip_norm")):
+        if isinstance(values.get(table), dict) and values[table].get(name) == NONE:
+            values[table][name] = None
+    return values
+
+
+def configuration(values: Mapping[str, Any], place: str) -> RunConfig:
+    """The configuration with these settings. Raises ConfigError, which names ``place``."""
+    if values.get("revision"):
+        raise ConfigError(f"{place}: revision is {values['revision']!r}: leave it out, and use compare --against")
+    try:
+        return RunConfig.from_dict(values)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def settings_text(values: Mapping[str, Any]) -> str:
+    """Settings as TOML that ``read_settings`` reads back; a dictionary among them becomes a table."""
+    tables = {name: table for name, table in values.items() if isinstance(table, Mapping)}
+    lines = [f"{name} = {_value(value)}" for name, value in values.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """Strings, numbers, booleans and lists of them are written in TOML as in JSON, but for inf and nan."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float):
+        return float.__repr__(value)
+    return json.dumps(NONE if value is None else value, ensure_ascii=False)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ddpm_lab.declared import reader
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema
@@ -125,7 +126,8 @@ def _head(path: Path, number: int, text: bytes) -> Head:
 
 @lru_cache(maxsize=512)
 def _made(kind: type[T], text: str) -> T:
-    return kind(**json.loads(text))
+    made: T = reader(kind)(json.loads(text), "")
+    return made
 
 
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from conftest import BUSY, code_of
 
-from ddpm_lab.config import TRAINING, UNLEARNED, OptimizerConfig, RunConfig
+from ddpm_lab.config import SAME_WEIGHTS, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain import quality, samples
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
@@ -92,7 +92,7 @@ def test_what_is_not_learned_is_identical_and_two_ranks_agree(config: RunConfig,
     assert learned(tried(replace(config, seed=1)))["weights_sha256"] != learned(base)["weights_sha256"]
     changes: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 1}, {"loader": "resident"}]
     changes += [{"read_loss": True}, {"freed_memory": "kept"}]
-    assert {name for change in changes for name in change} == UNLEARNED.keys()
+    assert {name for change in changes for name in change} == SAME_WEIGHTS.keys()
     for change in changes:
         assert quality.compare([base], [tried(replace(config, **change))]).verdict == IDENTICAL
     two = learned(tried(replace(config, world_size=2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -53,7 +52,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(tmp_path: Path, *words: str) -> list[Experiment]:
     """What the command would measure on this machine."""
-    options: argparse.Namespace = _parser(["benchmark"]).parse_args(["benchmark", *words])
+    options = _parser(["benchmark"]).parse_args(["benchmark", *words])
     return [one.campaign.experiment for one in report.plan(options, tmp_path)]
 
 
@@ -92,7 +91,7 @@ def test_what_is_measured_by_batches_and_ranks(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("four_cores")
 def test_refusals_in_one_line_leave_nothing_behind(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {
-        "--batch-sizes 16,x": "16,x",
+        "--batch-sizes 16,x": "'x'",
         "--batch-sizes 15": "15",
         "--loader-workers 9": "loader_workers is 9",
         "--machine here": "--ledger",

@@ -184,11 +184,11 @@ def test_what_is_not_measured_is_ordered_by_the_phases_it_acts_on_and_promises_n
     shares = [by_title(shown, name).share for name in ("packed data", "compiled", "batch 64")]
     assert shares == pytest.approx([0.6, 0.3, 0])
     assert (found[0].title, question.table(shown)) == ("packed data", [])
-    assert all(a.rationale and a.command.startswith("ddpm-lab bottleneck") for a in found)
+    assert all(a.rationale and a.command.startswith("ddpm-lab run bottleneck") for a in found)
     assert markdown(shown).count("**Rationale:**") == markdown(shown).count("- **Command:** `ddpm-lab") == len(found)
     bare = study(*make.sets({}))
     assert (question.advice(bare), question.table(bare)) == ((), [])
-    assert "ddpm-lab bottleneck" in markdown(bare)
+    assert "ddpm-lab run bottleneck" in markdown(bare)
 
 
 def test_what_is_resolved_goes_first() -> None:
@@ -250,8 +250,8 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
     config = RunConfig(loader="files", loader_workers=2, precision="bf16", global_batch_size=8)
     first = question.advice(study(profiled(config, {"data": 50.0, "forward": 50.0})))[0]
     assert first.command == (
-        "ddpm-lab bottleneck --network tiny --batch-size 8 --precision bf16 --loader files --loader-workers 2 "
-        "--changes 'packed data' --resolution 2%"
+        "ddpm-lab run bottleneck --network tiny --batch-size 8 --precision bf16 --loader files --loader-workers 2 "
+        "--only 'packed data' --resolution 2%"
     )
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
@@ -340,7 +340,7 @@ def test_the_report_has_all_that_is_asked_for() -> None:
     kinds = [cells[name][1] for name in ("waiting for data", "host-to-device copy", "backward")]
     assert kinds == ["I/O", "transfer", "compute"]
     (first,) = re.findall(r"### 1\. bf16\n(.*?)\n\n(?!-)", sections["Recommendations"], re.DOTALL)
-    for said in ("**Rationale", "**Expected gain", "**Evidence", "--changes bf16", "ddpm-lab run quality"):
+    for said in ("**Rationale", "**Expected gain", "**Evidence", "--only bf16", "ddpm-lab run quality"):
         assert said in first
     assert '`precision = "fp32"`' in first
     assert "waiting for data: 2.0 %" in sections["No action needed"]
@@ -359,8 +359,8 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def test_records_become_a_report_and_a_page_in_one_file(call: Call, ledger: Path, tmp_path: Path) -> None:
-    code, out, _ = call("bottleneck", "--ledger", ledger, "--output-dir", tmp_path, "--json")
-    values = json.loads(out)
+    code, out, _ = call("run", "bottleneck", "--ledger", ledger, "--output-dir", tmp_path, "--json")
+    (values,) = json.loads(out)
     assert (code, values["advice"][0]["title"]) == (0, "bf16")
     assert 1.3 < values["advice"][0]["low"] < 1.4
     text, page = ((tmp_path / "reports" / f"bottleneck_report.{kind}").read_text() for kind in ("md", "html"))
@@ -371,29 +371,30 @@ def test_records_become_a_report_and_a_page_in_one_file(call: Call, ledger: Path
 
 def test_what_makes_no_sense_is_refused(call: Call, ledger: Path, tmp_path: Path) -> None:
     for arguments in (
-        ("--ledger", ledger, "--changes", "bf16"),
+        ("--ledger", ledger, "--only", "bf16"),
         ("--ledger", tmp_path / "nowhere.jsonl"),
         ("--config", tmp_path / "nowhere.toml"),
     ):
-        code, _, error = call("bottleneck", *arguments, "--output-dir", tmp_path)
+        code, _, error = call("run", "bottleneck", *arguments, "--output-dir", tmp_path)
         assert (code, len(error.strip().splitlines())) == (2, 1)
-    code, _, error = call("bottleneck", "--batch-size", 99_999_999, "--image-size", 8, "--output-dir", tmp_path)
+    large = ("--batch-size", 99_999_999, "--image-size", 8)
+    code, _, error = call("run", "bottleneck", *large, "--output-dir", tmp_path)
     assert (code, "global_batch_size is 99,999,999" in error) == (2, True)
     assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
     empty = tmp_path / "empty.jsonl"
     Ledger(empty).append(told(CONFIG, {}))
-    assert call("bottleneck", "--ledger", empty, "--output-dir", tmp_path)[0] == 1
+    assert call("run", "bottleneck", "--ledger", empty, "--output-dir", tmp_path)[0] == 1
 
 
 @pytest.mark.slow
 def test_present_settings_come_from_a_file_and_options(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('precision = "bf16"\nglobal_batch_size = 4\n\n[optimizer]\nema_every = 1\n\n[train]\nsteps = 10\n')
-    arguments = ("bottleneck", "--config", file, "--preset", "smoke", "--changes", "fp32", "--output-dir", tmp_path)
-    code, out, error = call(*arguments, "--batch-size", 8, "--seed", 3)
+    arguments = ("--config", file, "--preset", "smoke", "--only", "fp32", "--output-dir", tmp_path)
+    code, out, error = call("run", "bottleneck", *arguments, "--batch-size", 8, "--seed", 3)
     assert code == 0, error
     assert "A step of 8 images takes" in out
     text = (tmp_path / "reports" / "bottleneck_report.md").read_text()
     assert "bf16, packed data" in text
-    assert "--changes fp32" in text, "the command of an entry, whatever it is worth"
+    assert "--only fp32" in text, "the command of an entry, whatever it is worth"
     assert "--config FILE" in text, "no option says how often weights are averaged"

@@ -51,8 +51,8 @@ def test_another_platform_or_python_or_a_read_only_folder_cannot_run_the_lab(
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    code, out, _ = call("check", "--output-dir", tmp_path)
-    missing = [line.split(":")[0].split(None, 1)[1] for line in out.splitlines() if line.startswith("MISSING")]
+    code, out, _ = call("check", "--output-dir", tmp_path, "--json")
+    missing = [item["name"] for item in json.loads(out)["items"] if item["needed"] and not item["present"]]
     assert (code, missing) == (1, ["Linux", "Python 3.11 to 3.13", "output folder"])
 
 

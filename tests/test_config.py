@@ -44,27 +44,29 @@ INSIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_setting_but_the_data_folder_is_part_of_the_identity_and_survives() -> None:
+@pytest.mark.parametrize("name", OTHER)
+def test_every_setting_but_the_data_folder_is_part_of_the_identity_and_survives(name: str) -> None:
     assert set(OTHER) == {f.name for f in dataclasses.fields(RunConfig)}
-    for name, value in OTHER.items():
-        start = dataclasses.replace(START, **NEEDS.get(name, {}))
-        changed = dataclasses.replace(start, **{name: value})
-        assert (changed.run_id != start.run_id) == (name != "data"), name
-        assert set(start.differences(changed)) == ({name} if name != "data" else set())
-        again = RunConfig.from_dict(json.loads(json.dumps(changed.as_dict())))
-        assert (again, again.run_id) == (changed, changed.run_id)
-        assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
+    start = dataclasses.replace(START, **NEEDS.get(name, {}))
+    changed = dataclasses.replace(start, **{name: OTHER[name]})
+    assert (changed.run_id != start.run_id) == (name != "data")
+    assert set(start.differences(changed)) == ({name} if name != "data" else set())
+    again = RunConfig.from_dict(json.loads(json.dumps(changed.as_dict())))
+    assert (again, again.run_id) == (changed, changed.run_id)
+    assert pickle.loads(pickle.dumps(changed)) == changed == copy.deepcopy(changed)
+
+
+def test_so_is_every_setting_of_its_parts() -> None:
     usual = RunConfig(world_size=2, device="cuda")
-    ids = {usual.run_id}
     kind: Any
+    ids = {usual.run_id}
     for part, kind in PARTS:
-        values = INSIDE[part]
-        assert set(values) == {f.name for f in dataclasses.fields(kind)}
-        for name, value in values.items():
+        assert set(INSIDE[part]) == {f.name for f in dataclasses.fields(kind)}
+        for name, value in INSIDE[part].items():
             needs = {"loss": "l2"} if name == "min_snr_gamma" else {}
-            changed_part: dict[str, Any] = {part: kind(**needs, **{name: value})}
-            config = dataclasses.replace(usual, **changed_part)
-            assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+            changed: dict[str, Any] = {part: {**needs, name: value}}
+            config = RunConfig.from_dict({**usual.as_dict(), **changed})
+            assert config == dataclasses.replace(usual, **{part: kind(**changed[part])})
             ids.add(config.run_id)
     assert len(ids) == 1 + sum(map(len, INSIDE.values()))
 
@@ -121,15 +123,27 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
 ]
 
 
-def test_a_refusal_names_the_value_the_place_and_the_remedy() -> None:
-    for kind, settings, words in REFUSED:
-        with pytest.raises(ConfigError) as refusal:
-            kind(**settings)
-        sentence = str(refusal.value)
-        assert "\n" not in sentence
-        assert all(word in sentence for word in words), sentence
+@pytest.mark.parametrize(("kind", "settings", "words"), REFUSED)
+def test_a_refusal_names_the_value_the_place_and_the_remedy(
+    kind: type, settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        kind(**settings)
+    sentence = str(refusal.value)
+    assert "\n" not in sentence
+    assert all(word in sentence for word in words), sentence
     assert refusal.value._render_traceback_() == [f"ConfigError: {sentence}"], "what a notebook shows"
-    with pytest.raises(ConfigError, match=r"'batch_size'.*global_batch_size"):
-        RunConfig.from_dict({"batch_size": 32})
-    with pytest.raises(ConfigError, match=r"'lr'.*adam, betas, clip_norm, ema,"):
-        RunConfig.from_dict({**RunConfig().as_dict(), "optimizer": {"lr": 1}})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"batch_size": 32}, r"'batch_size'.*global_batch_size"),
+        ({"optimizer": {"lr": 1}}, r"'lr'.*adam, betas, clip_norm, ema,"),
+        ({"optimizer": {"betas": ["a", "b"]}}, r"optimizer\.betas.*'a'"),
+        ({"diffusion": {"loss": "l3"}}, r"diffusion\.loss.*'l3'"),
+    ],
+)
+def test_a_table_with_what_does_not_exist_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RunConfig.from_dict(values)

@@ -25,8 +25,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page.name}: {link}"
         assert not section or section in anchors(target), f"{page.name}: {link}"
-
-
-def test_every_page_is_reached_from_the_readme() -> None:
-    linked = {(CHECKOUT / link).resolve() for link in LINK.findall((CHECKOUT / "README.md").read_text())}
-    assert [page.name for page in PAGES if page.name != "README.md" and page not in linked] == []

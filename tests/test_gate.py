@@ -167,7 +167,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 def test_more_work_fails_and_less_passes(mine: Path, tmp_path: Path, call: Call) -> None:
     write(mine, {"pack/inner.py": WORK.format(20)})
-    page, asked = tmp_path / "page.md", ("settings.toml", "--threshold", "10%", "--json", "--summary")
+    page, asked = tmp_path / "page.md", ("settings.toml", "--threshold", "10%", "--json", "--markdown")
     code, out, err = against(call, tmp_path / "out", *asked, page, "--against", "main", sets=6)  # type: ignore[arg-type]
     said = json.loads(out)
     assert "pack.inner changed" in err

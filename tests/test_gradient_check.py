@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.gradient_bounds import FLIPS, fault
 from ddpm_lab.measure.alone import WARM_STEPS, compare_gradients
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan
+from ddpm_lab.record import FLIP_BOUNDS as FLIPS
+from ddpm_lab.record import gradient_fault as fault
 from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.training.train import Trainer
 

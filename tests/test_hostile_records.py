@@ -117,25 +117,17 @@ def test_a_page_and_the_index_show_hostile_records_as_text(
 ) -> None:
     study, texts = STUDIES[name](), []
     paths = [tmp_path / file for file in ("01_which.html", "index.html")]
-    for each in (study, made_hostile(study)):
+    for each, said in ((study, "said"), (made_hostile(study), HOSTILE)):
         of = notebook(each)
         page = pages.read(of, "01_which")
         pages.write_page(page, of, paths[0])
-        pages.write_index([page], paths[1], facts={"Hardware": each.hardware})
+        failed = pages.Page(name="x", title=said, state="failed", error=said, image=PIXEL, alt=said)
+        given: dict[str, Any] = {"subject": said, "facts": {said: each.hardware}, "notice": said, "command": said}
+        pages.write_index([page, failed], paths[1], **given)
         texts.append([path.read_text() for path in paths])
     for harmless, attacked in zip(*texts, strict=True):
         same_markup(harmless, attacked)
     assert all("&lt;script&gt;" in text for text in texts[1]), "the hostile names are shown"
-
-
-def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
-    texts = []
-    for said in ("said", HOSTILE):
-        page = pages.Page(name="x", title=said, state="failed", error=said, image=PIXEL, alt=said)
-        given: dict[str, Any] = {"subject": said, "facts": {said: said}, "notice": said, "command": said}
-        pages.write_index([page], tmp_path / "index.html", **given)
-        texts.append((tmp_path / "index.html").read_text())
-    same_markup(*texts)
 
 
 def test_a_report_in_markdown_runs_nothing(tmp_path: Path) -> None:

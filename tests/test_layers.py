@@ -26,14 +26,11 @@ def folder(module: str) -> str:
     return module.rpartition(".")[0].partition(".")[0]
 
 
-parsed = cache(lambda path: ast.parse(path.read_text()))
-
-
 @cache
 def imported(path: Path, *, at_once: bool = False) -> set[str]:
     """Full names of everything imported by a file, also inside functions unless ``at_once``."""
-    found = set()
-    for node in parsed(path).body if at_once else ast.walk(parsed(path)):
+    tree, found = ast.parse(path.read_text()), set()
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -45,11 +42,6 @@ def own(names: set[str]) -> set[str]:
     """Modules of the package among imported names; a name inside a module counts as the module."""
     inside = {name.removeprefix("ddpm_lab.") for name in names if name.startswith("ddpm_lab.")}
     return {module for name in inside for module in (name, name.rpartition(".")[0]) if module in FILES}
-
-
-def third_party(path: Path) -> set[str]:
-    """Packages that are imported as soon as a file is."""
-    return {name.partition(".")[0] for name in imported(path, at_once=True)}
 
 
 def test_a_folder_imports_from_those_below_it_and_nothing_in_circles() -> None:
@@ -64,16 +56,11 @@ def test_a_folder_imports_from_those_below_it_and_nothing_in_circles() -> None:
 
 def test_only_what_measures_imports_torch_as_it_is_loaded_and_only_what_explains_scipy() -> None:
     """A bare GPU node has no SciPy and no Matplotlib; what draws or estimates imports them where it does."""
-    torch = {module for module, path in FILES.items() if third_party(path) & {"torch", "torchvision"}}
-    assert {"diffusion.unet", "training.train"} <= torch, "the walk sees imports"
-    assert {folder(module) for module in torch} <= set(MEASURING)
-    for module, path in FILES.items():
-        if folder(module) not in MEASURING:
-            assert not own(imported(path, at_once=True)) & torch, f"{module} imports torch by way of another"
+    packages = {m: {name.partition(".")[0] for name in imported(path, at_once=True)} for m, path in FILES.items()}
+    assert {folder(module) for module, names in packages.items() if names & {"torch", "torchvision"}} <= set(MEASURING)
+    for module, names in packages.items():
         if folder(module) in (*MEASURING, "questions") or module.startswith("explain.charts"):
-            assert not third_party(path) & EXPLAINING, module
-    code = "import sys, ddpm_lab.cli.measure, ddpm_lab.cli.train; print(*sys.modules)"
+            assert not names & EXPLAINING, module
+    code = "import sys, ddpm_lab.cli.measure, ddpm_lab.cli.report, ddpm_lab.cli.train; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", *EXPLAINING} & set(shown.stdout.split())
-    for path in (PACKAGE / "__init__.py", *PACKAGE.rglob("*/__init__.py")):
-        assert third_party(path) <= {"__future__", "importlib", "typing"}, path

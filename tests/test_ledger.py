@@ -19,14 +19,9 @@ from ddpm_lab.record import SCHEMA, LedgerError, RunRecord
 def some_records() -> list[RunRecord]:
     """Records with every kind of content: sets, a failure, a profile, a cold compile, two GPUs' worth of ranks."""
     bf16 = RunConfig(precision="bf16", diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0))
-    gpus = make.environment(make.GPUS)
+    gpus, failures = make.environment(make.GPUS), {"seed": (RunConfig(network="seed"), "oom", "it needs 3 GiB")}
     return [
-        *make.sets(
-            {"bf16": (bf16, 1.5)},
-            count=2,
-            turns=2,
-            failures={"seed": (RunConfig(network="seed"), "oom", "it needs 3 GiB")},
-        ),
+        *make.sets({"bf16": (bf16, 1.5)}, count=2, turns=2, failures=failures),
         *make.cold(RunConfig(compile="whole"), [12.5]),
         make.profile(RunConfig(purpose="profile")),
         make.record(
@@ -82,7 +77,7 @@ def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     assert records == [first, second]
     assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
     assert "fp7" in damaged[-2].reason
-    assert "windows[0].steps is '5': expected int" in damaged[-1].reason
+    assert "windows[0].steps is '5': give int" in damaged[-1].reason
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1])
@@ -141,20 +136,6 @@ def test_ledgers_that_cannot_be_used_are_refused_and_others_read_in_order(tmp_pa
     assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
     with pytest.raises(LedgerError, match=r"c\.jsonl"):
         read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
-
-
-def test_a_cohort_is_machine_code_data_and_plan() -> None:
-    record = some_records()[0]
-    changes: list[dict[str, Any]] = [
-        {"code_version": "other"},
-        {"config": dataclasses.replace(record.config, data_sha256="00")},
-        {"plan": dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)},
-        {"environment": make.environment(make.GPUS)},
-    ]
-    assert len({dataclasses.replace(record, **change).cohort for change in ({}, *changes)}) == 5
-    turns = dataclasses.replace(record.plan, turns=31)
-    same = dataclasses.replace(record, set_id="another", config=RunConfig(seed=5, data="elsewhere"), plan=turns)
-    assert same.cohort == record.cohort
 
 
 def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ def _forget() -> None:
 
 
 def test_a_name_that_every_generation_has_is_told_by_family_and_model() -> None:
-    """Two hosts called "AMD EPYC" differed by two in the speed of bf16: they are two machines."""
     names = {
         "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nmodel\t\t: 9\n": "AMD EPYC (family 26, model 2)",
         "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  8481C CPU\n": "Intel(R) Xeon(R) 8481C CPU",

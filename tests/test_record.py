@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.plan import Experiment, Family, Plan, by_stage, preset
+from ddpm_lab.plan import Experiment, Family, Plan, by_stage
 from ddpm_lab.record import Machine, RunRecord, Window, crowded, set_log_ratio, turn_log_ratios
 
 BOTH_CORES = RunConfig()
@@ -65,8 +65,8 @@ def test_the_twin_makes_the_baseline_the_mean_of_two_logarithms() -> None:
 
 def loaded(*loads: float | None, config: RunConfig = BOTH_CORES, **changes: Any) -> RunRecord:
     """A record whose turns had so much taken by others."""
-    windows = [window(turn, 1.0, others_cores=load, **changes) for turn, load in enumerate(loads)]
-    return make.record(config, windows=tuple(windows))
+    windows = tuple(window(turn, 1.0, others_cores=load, **changes) for turn, load in enumerate(loads))
+    return make.record(config, windows=windows)
 
 
 def test_a_turn_is_crowded_when_threads_and_others_exceed_the_cores_by_a_quarter() -> None:
@@ -124,7 +124,14 @@ def test_machines_and_plans_compare_by_what_matters_and_have_names_for_people() 
     plans = [Plan(), Plan(window_seconds=0.5), Plan(window_steps=6), Plan(settle_steps=3), Plan(warmup_steps=11)]
     assert len({plan.key for plan in plans}) == len(plans) == len(dataclasses.fields(Plan))
     assert Plan(turns=12).key == Plan().key, "a comparison's turns are fixed by its first set"
-    assert preset("quick").sets == 6, "fewer sets never give a verdict"
+    record, turned = make.record(RunConfig(data="here")), Plan(turns=31)
+    others: list[dict[str, Any]] = [
+        *({"code_version": "other"}, {"config": RunConfig(data_sha256="00")}),
+        *({"plan": plans[2]}, {"environment": make.environment(make.GPUS)}),
+    ]
+    assert len({dataclasses.replace(record, **change).cohort for change in ({}, *others)}) == 5
+    same = dataclasses.replace(record, set_id="another", config=RunConfig(seed=5, data="elsewhere"), plan=turned)
+    assert same.cohort == record.cohort
 
 
 def test_an_experiment_lists_what_it_compares_and_measures_the_primary_comparison_first() -> None:

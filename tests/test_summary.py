@@ -19,6 +19,7 @@ from paired_records import family, paired
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.explain.bands import S001
+from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
@@ -36,7 +37,6 @@ from ddpm_lab.reports.summary import (
     settings,
     unexpected,
 )
-from ddpm_lab.settings_file import settings_text
 from ddpm_lab.training.run_folder import RunFolder
 
 BASE = RunConfig()
@@ -194,16 +194,13 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
 def test_what_differs_between_two_runs(call: Call, tmp_path: Path) -> None:
     """Runs are named by records of a ledger, by folders of ``train``, or by files of settings."""
     ledger, other = tmp_path / "l.jsonl", replace(BASE, precision="bf16")
-    records = make.sets({"bf16": (other, 1.5)}, count=2)
-    Ledger(ledger).append(records)
-    set_id = records[0].set_id
-    for named in ((BASE.run_id, other.run_id), (f"{set_id}:fp32", f"{set_id}:bf16")):
-        code, out, err = call("summary", *named, "--ledger", ledger, "--json")
-        assert (code, err) == (0, "")
-        assert json.loads(out) == {"differences": {"precision": ["fp32", "bf16"]}, "unexpected": []}
+    Ledger(ledger).append(make.sets({"bf16": (other, 1.5)}, count=2))
+    code, out, err = call("summary", BASE.run_id, other.run_id, "--ledger", ledger, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"differences": {"precision": ["fp32", "bf16"]}, "unexpected": []}
     code, out, _ = call("summary", BASE.run_id, other.run_id, "--ledger", ledger, "--json", "--only", "seed")
     assert (code, json.loads(out)["unexpected"]) == (1, ["precision"])
-    for wrong in ("123456789abc", set_id, f"{set_id}:int8", "none.toml"):
+    for wrong in ("123456789abc", "none.toml"):
         code, out, err = call("summary", wrong, BASE.run_id, "--ledger", ledger)
         assert (code, out, err.count("\n"), wrong in err) == (2, "", 1, True)
     one, two = folder_of(tmp_path / "a", BASE, 2), folder_of(tmp_path / "b", other, 3)

@@ -17,23 +17,6 @@ from ddpm_lab.training.stopping import Stopped
 from ddpm_lab.training.training_run import Outcome
 
 
-def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path) -> None:
-    for arguments, words in (
-        ("train --steps 5", "--output-dir"),
-        ("train --output-dir {} --steps 5 --data {}/none", "none"),
-        ("train --output-dir {} --steps 5 --config {}/none.toml", "--config: cannot read"),
-        ("sample {}/none.pt --count 3", "No such file"),
-        ("sample . --count 3", "CHECKPOINT is '.': give a file, such as runs/first"),
-        ("train --output-dir ~nosuchuser/a --steps 5", "~nosuchuser/a: there is no such user's home folder"),
-    ):
-        code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
-        assert (code, out) == (2, ""), err
-        assert err.startswith("ddpm-lab: ")
-        assert len(err.splitlines()) == 1
-        assert words in err
-    assert list(tmp_path.iterdir()) == [], "nothing was begun"
-
-
 def test_how_a_run_ends_is_its_exit_code(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_lab.cli.options import Command, tell
+from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 
@@ -96,7 +96,7 @@ def _instrument(options: argparse.Namespace) -> int:
 
     output = output_folder(options.output_dir)
     for attempt in (1, 2):
-        records = calibration.calibrate(minutes=options.minutes, device=options.device, output_dir=output)
+        records = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
         found = calibration.calibration(records)
         if found is None or found.passed or found.sets < calibration.LEAST_SETS:
             break
@@ -116,8 +116,7 @@ COMMANDS = {
         "check --instrument --minutes 10",
         "instrument minutes device output-dir json",
         {
-            "minutes": {"help": "with --instrument: how long to measure (default: 5)", "default": 5.0},
-            "device": "with --instrument: default: the GPU where there is one",
+            "minutes": "with --instrument: how long to measure (default: 5)",
         },
     )
 }

@@ -1,4 +1,4 @@
-"""Commands that measure: ``run``, ``compare`` and ``strategy``, from their options to an exit code."""
+"""Commands that measure: ``run`` and ``compare``, from their options to an exit code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,29 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, plain, tell, tracker_chosen
+from ddpm_lab.cli.options import (
+    COMMON,
+    Command,
+    Parser,
+    add,
+    asked,
+    given,
+    plain,
+    reads,
+    refuse_others,
+    tell,
+    tracker_chosen,
+)
+from ddpm_lab.cli.recommend import PRESENT, bottleneck_report, bottleneck_study, plan_bottleneck
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
-from ddpm_lab.files import LEDGER, expanded, writing
+from ddpm_lab.explain.frames import Study, read_study
+from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
+from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
 from ddpm_lab.questions import multi_gpu as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
@@ -36,25 +52,32 @@ WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 TRACKED = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
 """Numbers of a comparison that a tracker gets beside its ratio."""
+STRATEGY = "strategy"
+"""A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
 
 
 def _settings() -> dict[str, dict[str, declared.Option]]:
-    """The settings of each question, with those of its runs for quality."""
+    """The settings of each question, with those of its runs for quality, and of a bottleneck with those of a step."""
     of_runs = {name: declared.options(quality)[name] for name in ("seeds", "images")}
-    return {
+    found = {
         name: declared.options(function) | (of_runs if name in trained() else {})
         for name, function in questions().items()
     }
+    present = {name: declared.options(RunConfig)[name] for name in PRESENT}
+    batch = found["amp"]["global_batch_size"]
+    return found | {"bottleneck": present | found["bottleneck"], STRATEGY: {batch.name: batch}}
 
 
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
     """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
     settings = _settings()
     typed = [name for name in settings if name in words]
-    about = [f"  {name:14} {every_question()[name].about.title}" for name in settings]
+    titles = {name: entry.about.title for name, entry in every_question().items()}
+    titles[STRATEGY] = "Should one rank or several train a network at a batch?"
+    about = [f"  {name:14} {titles[name]}" for name in settings]
     parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
     group = parser.add_argument_group(f"options of {', '.join(typed)}" if typed else "options of the experiments")
     for name in dict.fromkeys(name for mine in settings.values() for name in mine):
@@ -65,33 +88,54 @@ def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
             usual = found[0].default if typed and len({str(o.default) for o in found}) == 1 else None
             text = found[0].opt.help + ("" if typed else f" ({', '.join(takers)})")
             declared.add_options(group, [replace(found[0], default=usual, opt=replace(found[0].opt, help=text))])
-    if not typed or "multi_gpu" in typed:
-        add(group, "bands")
+    for name, taker in (("bands", "multi_gpu"), ("config", "bottleneck"), ("parameters", STRATEGY)):
+        parser.hints[f"--{name}"] = f": only {taker} takes it"
+        if not typed or taker in typed:
+            add(group, name)
 
 
 def run(options: argparse.Namespace) -> int:
     tracker, able, names = tracker_chosen(options.tracker), _settings(), [*dict.fromkeys(options.experiments)]
-    named = bands(vars(options).get("bands", DEFAULT), "--bands")
+    named = bands(options.bands or DEFAULT, "--bands")  # refused at once
     for name in names:
         choice("experiment", name, able)
-    settings = asked(options) | given(options, "cores")
-    if options.minutes:
-        settings["minutes"] = options.minutes / len(names)
-    # All are checked before the first is measured.
-    planned = [planning.plan_question(name, **settings, **given(options, *able[name])) for name in names]
-    measured = [experiments.undecided(one).measure() for one in planned]
-    answers = [_answer(one, named) for one in measured]
+    if STRATEGY in names:
+        return strategy(options, names)
+    measured: list[planning.Planned] = []
+    if reads(options, "experiments", "bands"):
+        answers = [_read(name, options) for name in names]
+    else:
+        common = asked(options) | given(options, "cores")
+        common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
+        # All are checked before the first is measured.
+        asked_of = {name: common | given(options, *able[name]) for name in names}
+        planned = [
+            plan_bottleneck(options, how) if name == "bottleneck" else planning.plan_question(name, **how)
+            for name, how in asked_of.items()
+        ]
+        measured = [experiments.undecided(one).measure() for one in planned]
+        answers = [_answer(one, named) for one in measured]
     if options.json:
         print(json.dumps(answers, indent=1))
     else:
         for found in answers:
             _show(found)
-        print(f"records: {answers[-1]['ledger']}")
+        print(*(f"records: {one.ledger}" for one in measured[-1:]), sep="\n", end="\n" * bool(measured))
     sys.stdout.flush()
     if "SLURM_JOB_ID" in os.environ:  # the log of a job tells of each configuration that trained
         summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
-    return 0 if all(one.completed for one in measured) else 1
+    return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
+
+
+def _read(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The answer of records that exist."""
+    if name == "bottleneck":
+        output = output_folder(options.output_dir)
+        every = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
+        return {"experiment": name, **bottleneck_report(every)}
+    shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands"))
+    return {"experiment": name, **_told(shown)}
 
 
 def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
@@ -101,14 +145,20 @@ def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    shown = answer(study := replace(experiments.study_of(measured), bands=named))
-    found, figure = shown.finding, measured.output / "image_output" / f"{shown.file}.png"
+    if measured.experiment.name == "bottleneck":
+        return values | bottleneck_report(bottleneck_study(measured))
+    return values | _told(answer(replace(experiments.study_of(measured), bands=named)))
+
+
+def _told(shown: Answer) -> dict[str, Any]:
+    """An answer as values, with its figure drawn."""
+    found, figure = shown.finding, shown.study.output_dir / "image_output" / f"{shown.file}.png"
     save(shown.figure(), figure)
-    values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+    values = {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [
         {"family": split.family, "headline": lost_scaling.headline([split]), "parts": lost_scaling.table([split])}
-        for split in lost_scaling.splits(study)
+        for split in lost_scaling.splits(shown.study)
     ]
     return values | ({"lost_scaling": lost} if lost else {})
 
@@ -116,9 +166,9 @@ def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
 def _show(found: dict[str, Any]) -> None:
     short = found.get("headline", found["finding"])
     print(f"{found['experiment']}: {short}")
-    rest = found["finding"].removeprefix(short).removeprefix(". ")
-    print(*textwrap.wrap(rest, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(rest))
-    for title, name in (("to answer it", "way_out"), ("figure", "figure")):
+    for line in found["finding"].removeprefix(short).removeprefix(". ").split("\n"):
+        print(*textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(line))
+    for title, name in (("to answer it", "way_out"), ("figure", "figure"), ("report", "report"), ("page", "page")):
         if found.get(name):
             print(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
@@ -178,22 +228,23 @@ def compare(options: argparse.Namespace) -> int:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:
         threshold = wanted if threshold is None else threshold
-        measured = gate.measure(options.baseline, against, always=options.always, **how)
+        measured = gate.measure(options.baseline, against, always=bool(options.always), **how)
+    values: dict[str, Any]
     if isinstance(measured, gate.Outcome):  # code that is the same
         code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{measured.sentence}.\n"
-        values: dict[str, Any] = {"verdict": measured.status, "gate": {**asdict(measured), "exit_code": code}}
+        values = {"verdict": measured.status, "gate": {**asdict(measured), "exit_code": code}}
     else:
         found = comparison.answer(measured)
         values, lines, code, page = found.as_dict(), [str(found)], int(not found.complete), ""
         if threshold is not None:
             judged = gate.outcome(found.answer, threshold)
-            code, page = judged.exit_code(strict=options.strict), gate.summary(found.answer, judged)
+            code, page = judged.exit_code(strict=bool(options.strict)), gate.summary(found.answer, judged)
             said = {**asdict(judged), "threshold": threshold, "exit_code": code}
             values, lines = {**values, "gate": said}, [*lines, judged.sentence]
     tell(options, values, lines)
     sys.stdout.flush()
-    if page and (path := options.summary or os.environ.get("GITHUB_STEP_SUMMARY")):
-        with writing(expanded(path), option="--summary"), expanded(path).open("a") as file:
+    if page and (path := options.markdown or os.environ.get("GITHUB_STEP_SUMMARY")):
+        with writing(expanded(path), option="--markdown"), expanded(path).open("a") as file:
             file.write(page)
     _track(tracker, () if isinstance(measured, gate.Outcome) else [measured])
     return code
@@ -208,19 +259,27 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
         raise ConfigError(f"--against {against} takes one step, the same on both sides: leave out {candidate}")
     if options.always and against is None:
         raise ConfigError("--always is for identical code of a revision: it needs --against")
-    if not gated and against is None and (options.strict or options.summary):
-        raise ConfigError("--strict and --summary are about a decision: give --against, --gate or --threshold too")
+    if not gated and against is None and (options.strict or options.markdown):
+        raise ConfigError("--strict and --markdown are about a decision: give --against, --gate or --threshold too")
 
 
 # --- strategy --------------------------------------------------------------------------------------------------------
 
 
-def strategy(options: argparse.Namespace) -> int:
-    found = question.strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
+def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
+    asks = ("network", "parameters", "global_batch_size", "device", "output_dir")
+    if len(names) > 1:
+        raise ConfigError(f"{STRATEGY} weighs what multi_gpu measured, and measures nothing: ask it alone")
+    refuse_others(options, "experiments", "json", *asks, why=f"{STRATEGY} weighs what multi_gpu measured")
+    if options.network and options.parameters:
+        raise ConfigError("--network and --parameters both say what is trained: give one of them")
+    batch = {} if options.global_batch_size is None else {"batch_size": options.global_batch_size}
+    found = question.strategy(**given(options, "network", "parameters", "device", "output_dir"), **batch)
     carried = {"--device": options.device, "--output-dir": options.output_dir}
     words = [f"{name} {shlex.quote(value)}" for name, value in carried.items() if value]
     way_out = " ".join([found.way_out(), *words]) if found.way_out() else ""
-    tell(options, plain(asdict(found)), [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])])
+    lines = [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])]
+    tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], lines)
     return 0
 
 
@@ -228,23 +287,18 @@ COMMANDS = {
     "run": Command(
         run,
         "run amp --preset smoke --data path/to/images",
-        f"experiments {COMMON} device image-size sets cores resolution seed oversubscribe tracker json",
+        f"experiments {COMMON} device image_size sets cores resolution seed oversubscribe tracker ledger machine json",
         more=_add_options_of_questions,
     ),
     "compare": Command(
         compare,
         "compare mine:before mine:after --resolution 2%",
         "baseline candidate against always resolution minutes sets device output-dir tracker gate "
-        "threshold strict summary json",
+        "threshold strict markdown json",
         {
             "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",
             "sets": "the most sets to measure (default: 100)",
+            "markdown": "append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)",
         },
-    ),
-    "strategy": Command(
-        strategy,
-        "strategy --network seed --batch-size 64",
-        "network|parameters batch-size device output-dir json",
-        {"batch-size": "images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)"},
     ),
 }

@@ -7,10 +7,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, did_you_mean, percent
-from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
 
@@ -24,55 +27,39 @@ def _of(text: str, kind: Any = str, **how: Any) -> dict[str, Any]:
     return {"help": text, **({"action": "store_true"} if kind is bool else {"type": kind}), **how}
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between them."""
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 16,32") from None
-
-
+NUMBERS = partial(declared.comma_separated, int)
 OPTIONS: dict[str, dict[str, Any]] = {
     # how much is measured, on what
-    "preset": _of(f"how much is run: {', '.join(PRESETS)} (default: quick)", default="quick"),
+    "preset": _of(f"how much is run: {', '.join(PRESETS)} (default: quick)"),
     "minutes": _of("time budget", float),
     "sets": _of("sets per comparison (default: what the time gives, at least 4)", int),
     "resolution": _of("smallest difference to be found, such as 2% (default: what the time gives)", metavar="SHARE"),
     "cores": _of("CPU cores to measure with (default: those that other processes leave free)", int, metavar="N"),
-    "device": _of("default: the GPU where there is one", choices=DEVICES),
-    "oversubscribe": _of("allow more ranks than cores or GPUs; speed is not claimed", bool),
-    "network": _of(f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)"),
     "parameters": _of("of a network of your own, in place of --network", int, metavar="COUNT"),
     "workload": _of("a training of your own (docs/your_own_model.md)", metavar="MODULE:FUNCTION"),
-    "batch-size": _of("images of a step over all ranks", int),
-    "batch-sizes": _of("images of a step (default: those of 16,32,64,128 that fit)", numbers, metavar="A,B,..."),
-    "loader-workers": _of("of each rank, to decode files (default: packed images)", int),
-    "world-size": _of("number of ranks (default: 1; after rank, every process of the job)", int),
+    "batch-sizes": _of("images of a step (default: those of 16,32,64,128 that fit)", NUMBERS, metavar="A,B,..."),
     "ranks": _of("one rank alone; several; or several unless one is enough", choices=("single", "multi", "auto")),
-    "seed": _of("seed of weights, data order and noise (default: 0)", int, default=0),
-    "data": _of("images: a folder, an archive, or synthetic (the default)", default="synthetic"),
+    "data": _of("images: a folder, an archive, or synthetic (the default)"),
     "held-out": _of("images never to train on (default: 5 % of the data)", metavar="FOLDER"),
     "skip-bad": _of("leave damaged images out, and list them", bool),
-    "image-size": _of("side of the images in pixels (default: 32)", int, default=32),
     # compare, check
     "against": _of("measure A as it is in this repository against a branch, tag or commit", metavar="REVISION"),
     "always": _of("with --against: measure identical code too", bool),
     "gate": _of("exit 1 if B is slower, not only if it fails: a gate", bool),
     "threshold": _of("a gate that fails what is surely slower by more (with --against: 3%)", metavar="SHARE"),
     "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
-    "summary": _of("append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)", metavar="FILE"),
     "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
     # recommend, bottleneck
-    "changes": _of("only these changes, by the names in the report", metavar="NAME,..."),
     # train, sample
     "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),
     "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),
     "count": _of("how many images, at most 1000000", int, metavar="N", required=True),
     "grid": _of("write all images as one, grid.png, too", bool),
+    "batch-size": _of("images that a rank makes at once (default: 64)", int),
     # results
-    "ledger": _of("records to read (default: your own ledger)", nargs="+", metavar="FILE"),
-    "machine": _of("whose records: a name, a part of it, or a key", metavar="NAME"),
-    "bands": _of(f"names of parallel efficiency: {TABLES}", default=DEFAULT, metavar="TABLE"),
+    "ledger": _of("measure nothing, and read these records", nargs="+", metavar="FILE"),
+    "machine": _of("whose records to read: a name, a part of it, or a key", metavar="NAME"),
+    "bands": _of(f"names of parallel efficiency: {TABLES}", metavar="TABLE"),
     "notebook": _of("only this notebook (may be repeated)", action="append", metavar="NAME"),
     "parameter": _of("a notebook parameter", short=("-p",), action="append", nargs=2, metavar=("NAME", "VALUE")),
     "only": _of("settings of two runs that may differ: exit 1 if others do", metavar="A,B,..."),
@@ -86,8 +73,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # several hosts
     "interface": _of("network interface over which ranks exchange gradients", metavar="NAME"),
 }
+OF_TRAINING = declared.options(OptimizerConfig) | declared.options(RunConfig)
+"""Options that are settings of these, by field; they are checked where a configuration is made."""
 SEVERAL = "ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger)"
-RUNS = "folders, TOML files, run ids, SET:LABEL"
 SIDE = "module:function, or a TOML file of settings"
 POSITIONALS: dict[str, dict[str, Any]] = {
     "experiments": _of("such as amp: see below", nargs="+", metavar="EXPERIMENT"),
@@ -96,14 +84,26 @@ POSITIONALS: dict[str, dict[str, Any]] = {
     "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
     "dest": _of("folder to make"),
     "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
-    "sources": _of(f"{SEVERAL}; or two runs: {RUNS}", nargs="*", metavar="SOURCE"),
+    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids", nargs="*", default=[], metavar="SOURCE"),
     "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
-    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", metavar="LOG"),
+    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", default=[], metavar="LOG"),
 }
+USUAL = {
+    **{"device": "the GPU where there is one", "network": "the preset's choice for this machine", "nodes": 1},
+    **{"seed": 0, "image_size": 32, "world_size": "1; after rank, every process of the job"},
+}
+"""What ``OF_TRAINING`` are where nothing else is said: their help tells it."""
 COMMON = "preset data network workload minutes output-dir held-out skip-bad"
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
 SETTINGS = (*COMMON.replace("-", "_").split(), "sets", "resolution", "device", "image_size", "seed", "oversubscribe")
 """Options that are settings of every question, of the same name."""
+
+
+class Options(argparse.Namespace):
+    """What was given on the command line; all else is None, so that each default stands in one place."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,8 +113,13 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **how: Any) -> None:
-        super().__init__(**how, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(**how, allow_abbrev=False, formatter_class=formatter, argument_default=argparse.SUPPRESS)
         self.hints: dict[str, str] = {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What was given, as ``Options``."""
+        return Options(**vars(super().parse_args(args, namespace)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse what a command does not know by the command's own name; argparse would leave it to the program."""
@@ -138,15 +143,15 @@ class Parser(argparse.ArgumentParser):
 class Command(NamedTuple):
     """A command: what runs it, an example of it, and its options.
 
-    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``here`` is
-    the help of some of them in this command, or all that argparse is told otherwise; ``more`` adds options for the
-    words that were typed after its name.
+    ``options`` are names of ``OPTIONS``, ``POSITIONALS`` and ``OF_TRAINING``, with | between those that exclude each
+    other; ``here`` is the help of some of them in this command, or of a setting its default; ``more`` adds options for
+    the words that were typed after its name.
     """
 
     run: Callable[[argparse.Namespace], int]
     example: str
     options: str
-    here: Mapping[str, str | dict[str, Any]] = {}
+    here: Mapping[str, Any] = {}
     more: Callable[[Parser, Sequence[str]], None] | None = None
 
     def fill(self, parser: Parser, words: Sequence[str]) -> None:
@@ -156,17 +161,20 @@ class Command(NamedTuple):
         for option in self.options.split():
             group = parser.add_mutually_exclusive_group() if "|" in option else parser
             for name in option.split("|"):
-                told = self.here.get(name, {})
-                add(group, name, **({"help": told} if isinstance(told, str) else told))
+                add(group, name, self.here.get(name))
         if self.more:
             self.more(parser, words)
 
 
-def add(parser: argparse._ActionsContainer, name: str, **otherwise: Any) -> None:
-    """Add an option or a positional to a command; ``otherwise`` replaces what is said of it here."""
-    how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
-    how["help"] = how["help"].replace("%", "%%")
-    parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
+def add(parser: argparse._ActionsContainer, name: str, here: Any = None) -> None:
+    """Add an option or a positional to a command; ``here`` replaces its help, or more that argparse is told."""
+    told = POSITIONALS.get(name) or OPTIONS.get(name)
+    if told is None:
+        declared.add_options(parser, [replace(OF_TRAINING[name], default=here or USUAL.get(name))])
+    else:
+        how = {**told, **({"help": here} if isinstance(here, str) else here or {})}
+        how["help"] = how["help"].replace("%", "%%")
+        parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 
 
 def reads(options: argparse.Namespace, *also: str) -> bool:
@@ -176,12 +184,15 @@ def reads(options: argparse.Namespace, *also: str) -> bool:
     """
     if options.ledger is None and options.machine is None:
         return False
-    for action in options.parser._actions:
-        given_here = getattr(options, action.dest, action.default) != action.default
-        if given_here and action.dest not in ("ledger", "machine", "output_dir", "json", *also):
-            option = action.option_strings[-1]
-            raise ConfigError(f"{option} is about measuring, and --ledger and --machine measure nothing: leave it out")
+    refuse_others(options, "ledger", "machine", "output_dir", "json", *also, why="--ledger and --machine read records")
     return True
+
+
+def refuse_others(options: argparse.Namespace, *able: str, why: str) -> None:
+    """Raise ConfigError for an option that is not among those that have an effect, as ``why`` says."""
+    for action in options.parser._actions:
+        if action.dest in options and action.dest not in able:
+            raise ConfigError(f"{why}, and {action.option_strings[-1]} is about measuring: leave it out")
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -191,7 +202,7 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
     """How a question is asked: those of ``SETTINGS`` that are given. Raises ConfigError for no share as resolution."""
-    found = {name: value for name, value in given(options, *SETTINGS).items() if value is not None}
+    found = given(options, *SETTINGS)
     return found | ({"resolution": percent(found["resolution"])} if "resolution" in found else {})
 
 

@@ -1,4 +1,4 @@
-"""Commands that say what to change next: ``recommend`` and ``bottleneck``, from their options to an exit code."""
+"""What to change next: the command ``recommend``, and what ``run bottleneck`` does beside other questions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, tell
-from ddpm_lab.config import PARTS, RunConfig
+from ddpm_lab.config import PARTS
 from ddpm_lab.explain import subject, table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, read_study
-from ddpm_lab.files import expanded, ledgers, output_folder
+from ddpm_lab.files import configuration, expanded, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import bottleneck as question
@@ -24,12 +23,11 @@ from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend as search
 from ddpm_lab.questions.recommendation import FILE
-from ddpm_lab.settings_file import configuration, read_settings
 
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Of a search, where no budget is given."""
-_PRESENT = ("network", "device", "precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size")
-"""Settings of ``RunConfig`` that are options of ``bottleneck``."""
+PRESENT = ("precision", "loader", "loader_workers", "compile")
+"""Settings of ``RunConfig`` that are options of ``run bottleneck``, beside those of every question."""
 
 
 # --- recommend --------------------------------------------------------------------------------------------------------
@@ -44,7 +42,8 @@ def recommend(options: argparse.Namespace) -> int:
     no_search = reads(options, "workload")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    settings: dict[str, Any] = {"minutes": None if no_search else MINUTES.get(options.preset)} | asked(options)
+    minutes = None if no_search else MINUTES.get(options.preset or "quick")
+    settings: dict[str, Any] = {"minutes": minutes} | asked(options)
     settings |= given(options, "seeds", "images", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
@@ -53,7 +52,7 @@ def recommend(options: argparse.Namespace) -> int:
             raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
         only[name.strip()] = [value.strip() for value in values.split(",")]
     try:
-        found = experiments.recommendation(global_batch_size=options.batch_size, only=only, **settings)
+        found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
     except ModuleNotFoundError as missing:
         print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
@@ -75,22 +74,12 @@ def recommend(options: argparse.Namespace) -> int:
 # --- bottleneck -------------------------------------------------------------------------------------------------------
 
 
-def _add_present_settings(parser: Parser, _: Sequence[str]) -> None:
-    group, found = parser.add_argument_group("present settings, over those of --config"), declared.options(RunConfig)
-    usual = {name: replace(found[name], default=None) for name in ("network", "device")}
-    declared.add_options(group, [(found | usual)[name] for name in _PRESENT])
-
-
-def bottleneck(options: argparse.Namespace) -> int:
-    output = output_folder(options.output_dir)
-    if reads(options):
-        study = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
-    else:
-        study = _measured(options, output)
+def bottleneck_report(study: Study) -> dict[str, Any]:
+    """What limits a step and what to change, as values; ``reports/`` gets a report, if there is a time budget."""
+    output = study.output_dir
     lines, about = question.summary(study), subject.subject(study)
     if about is None:
-        print(*lines, sep="\n")
-        return 1
+        return {"headline": lines[0], "finding": ""}
     pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
     for name, records in {"profile": (about.profile,), "bottleneck": changed}.items():
         if records:
@@ -100,15 +89,13 @@ def bottleneck(options: argparse.Namespace) -> int:
             pictures.append((part.finding.headline, picture.name))
     report = question.write(study, output / "reports", pictures)
     advice = [{**plain(asdict(a)), "impact": a.impact} for a in question.advice(study)]
-    values = {"summary": lines, "advice": advice, "report": str(report)}
-    tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
-    return 0
+    values = {"headline": lines[0], "finding": "\n".join(lines), "advice": advice, "report": str(report)}
+    return {**values, "page": str(report.with_suffix(".html"))}
 
 
-def _measured(options: argparse.Namespace, output: Path) -> Study:
-    """Every record of this machine that can say something, after measuring what the question lacks."""
-    changes = [name.strip() for name in options.changes.split(",")] if options.changes else None
-    planned = planning.plan_question("bottleneck", only=changes, **asked(options) | _settings(options))
+def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> planning.Planned:
+    """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
+    planned = planning.plan_question("bottleneck", **_settings(options) | settings)
     config = planned.campaign.experiment.profiles[0][2]
     if config.device == "cuda":
         smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
@@ -118,23 +105,24 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
     campaign = planned.campaign
     if (seconds := campaign.target.seconds) is not None:
         planned = planned.renewed(question.fitting(campaign.experiment, seconds, campaign.held))
-    measured = planned.measure()
+    return planned
+
+
+def bottleneck_study(measured: planning.Planned) -> Study:
+    """Every record of this machine that can say something."""
     mine = experiments.study_of(measured)
-    every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output_dir, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     return replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, from the file and the options, which go first."""
+    """The settings in the file of ``--config``."""
     found = read_settings(expanded(options.config), "--config") if options.config else {}
     for name in ("train", "data_sha256"):  # how long a run is, and what its images were
         found.pop(name, None)
     if found.get("nodes") == 1:
         del found["nodes"]
-    found |= given(options, *_PRESENT)
-    found |= {} if options.batch_size is None else {"global_batch_size": options.batch_size}
-    found |= {} if options.data is None else {"data": options.data}
     for place, _ in PARTS:
         if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
             found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
@@ -145,11 +133,11 @@ COMMANDS = {
     "recommend": Command(
         recommend,
         "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device batch-size sets resolution only "
+        "preset minutes data held-out skip-bad network workload device global_batch_size sets resolution only "
         "ledger machine output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",
-            "batch-size": "images of a step to set out from (default: the preset's)",
+            "global_batch_size": "the preset's",
             "sets": "sets that measure again what is found (default: the preset's)",
             "resolution": "or until a difference such as 2% would be found",
             "only": {
@@ -159,22 +147,8 @@ COMMANDS = {
                 "action": "append",
                 "metavar": "NAME=VALUE,...",
             },
-            "ledger": "measure nothing, and read these records",
             "machine": "whose records to read: a name, a part of it, a key, or all",
         },
         more=_add_options_of_a_search,
-    ),
-    "bottleneck": Command(
-        bottleneck,
-        "bottleneck --batch-size 8",
-        "config batch-size data held-out skip-bad preset minutes sets resolution changes ledger machine output-dir "
-        "json",
-        {
-            "config": "TOML file with the present settings, by names of RunConfig",
-            "batch-size": "images of a step over all ranks (default: 128 on a GPU, 8 on a CPU)",
-            "data": {"default": None},
-            "ledger": "report from these records, and measure nothing",
-        },
-        more=_add_present_settings,
     ),
 }

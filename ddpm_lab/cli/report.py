@@ -17,7 +17,8 @@ from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
 from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
-from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
+from ddpm_lab.explain.bands import DEFAULT
+from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
@@ -25,7 +26,6 @@ from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.reports import summary as runs
-from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import usual_device
 
@@ -69,7 +69,7 @@ def figures(options: argparse.Namespace) -> int:
     if options.publish:
         found = published.publish(files, options.machine, output)
     else:
-        found = published.rebuild(files, options.machine, output, options.bands)
+        found = published.rebuild(files, options.machine, output, options.bands or DEFAULT)
     rows = [plain({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
@@ -210,15 +210,11 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> dict[str, Any]:
         config, steps = _settings(path, place)
         return runs.settings(config) | ({} if steps is None else {runs.LENGTH: steps})
     files = ledgers(asked, output_folder(None))
-    name, _, label = named.partition(":")
     records, _ = read_all([f for f in files if asked or f.exists()])
-    fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
-    if fits:
+    if fits := [r for r in records if r.run_id == named]:
         return runs.of_record(fits[-1])
-    if labels := dict.fromkeys(r.label for r in records if r.set_id == name):
-        raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
     where = ", ".join(map(str, files))
-    raise ConfigError(f"{place} is {named!r}: no run id or set in {where}, no folder and no .toml file; give one")
+    raise ConfigError(f"{place} is {named!r}: no run id in {where}, no folder and no .toml file; give one")
 
 
 def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
@@ -237,23 +233,27 @@ COMMANDS = {
         figures,
         "figures --ledger ledger.jsonl",
         "ledger machine bands output-dir publish|check json",
-        {"output-dir": "folder that receives image_output/ (default: this checkout)"},
+        {
+            "ledger": "records to read (default: your own ledger)",
+            "output-dir": "folder that receives image_output/ (default: this checkout)",
+        },
     ),
     "benchmark": Command(
         benchmark,
         "benchmark --preset smoke --batch-sizes 16,32",
-        "network batch-sizes loader-workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
+        "network batch-sizes loader_workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
         "machine output-dir json",
         {
-            "network": "default: seed on a GPU, tiny on a CPU",
-            "ranks": "one rank alone; several alone; or several only where `strategy` says so (default: both)",
-            "ledger": "measure nothing: write the folder from these records",
-            "machine": "with --ledger: whose records",
+            "network": "seed on a GPU, tiny on a CPU",
+            "ranks": "one rank alone; several alone; or several only where `run strategy` says so (default: both)",
             "output-dir": "folder of the results; the same one goes on (default: a new one here)",
             "json": "print benchmark_results.json and nothing else",
         },
     ),
     "summary": Command(
-        summary, "summary runs/first runs/second --only seed", "sources only ledger machine csv markdown json"
+        summary,
+        "summary runs/first runs/second --only seed",
+        "sources only ledger machine csv markdown json",
+        {"ledger": "records to read (default: your own ledger)"},
     ),
 }

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
-from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
@@ -24,18 +21,15 @@ from ddpm_lab.training.stopping import Stop, signal_name
 
 TRAINED_BY = {
     "network": "seed on a GPU, tiny on a CPU",
-    "image_size": 32,
+    "image_size": None,
     "global_batch_size": "128 on a GPU, 32 on a CPU",
     "accumulation": 1,
     "learning_rate": 2e-4,
     "precision": "the fastest here",
     "compile": "whole on a GPU, off on a CPU",
-    "world_size": "1; after rank, every process of the job",
-    "device": "the GPU where there is one",
-    "seed": 0,
-    "oversubscribe": False,
+    **dict.fromkeys(("world_size", "device", "seed", "oversubscribe")),
 }
-"""Options of the command line that are settings of the same name, with what they are where none is given."""
+"""Options that are settings of the same name, with what they are where none is given; None is what is usual."""
 SCHEDULE, SAMPLING = declared.options(training_run.Schedule), declared.options(sampling_run.Sampling)
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
@@ -63,7 +57,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace, stop: Stop) -> int:
-    settings = {name: value for name, value in given(options, "data", *TRAINED_BY).items() if value is not None}
+    settings = given(options, "data", *TRAINED_BY)
     if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
     folder, output = expanded(options.output_dir).absolute(), output_folder(None)
@@ -128,32 +122,25 @@ def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
         progress.done(sentence)
 
 
-def _add_settings(parser: Parser, _: Sequence[str]) -> None:
-    able = declared.options(RunConfig) | declared.options(OptimizerConfig)
-    declared.add_options(parser, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
-    declared.add_options(parser, SCHEDULE.values())
-
-
 COMMANDS = {
     "prepare": Command(
         prepare,
         "prepare path/to/images data/photos --image-size 64",
-        "source dest held-out skip-bad image-size json",
+        "source dest held-out skip-bad image_size json",
     ),
     "train": Command(
         train,
         "train --data path/to/images --output-dir runs/first --steps 20000",
-        "data output-dir config no-probe held-out skip-bad tracker",
-        {"output-dir": "folder of this run: checkpoints, samples, log, settings", "data": {"default": None}},
-        more=_add_settings,
+        f"data output-dir config no-probe held-out skip-bad tracker {' '.join(TRAINED_BY)}",
+        {"output-dir": "folder of this run: checkpoints, samples, log, settings", **TRAINED_BY},
+        more=lambda parser, _: declared.add_options(parser, SCHEDULE.values()),
     ),
     "sample": Command(
         sample,
         f"sample {EXAMPLE} --count 64 --grid",
-        "checkpoint count output-dir grid batch-size world-size device",
+        "checkpoint count output-dir grid batch-size world_size device",
         {
             "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
-            "batch-size": {"help": "images that a rank makes at once (default: 64)", "default": 64},
         },
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
     ),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_lab.config import DDPM, TRAINING, UNLEARNED, DiffusionConfig, RunConfig
+from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, DiffusionConfig, RunConfig
 from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
 
@@ -255,7 +255,7 @@ def images_to_reach(record: RunRecord, target: float) -> float:
 def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False) -> str:
     """What tells trained configurations apart: everything but the purpose, the seed and where the images lie.
 
-    ``loosely`` leaves out what does not change what is learned: UNLEARNED, and the threads, which change roundings
+    ``loosely`` leaves out what does not change what is learned: SAME_WEIGHTS, and the threads, which change roundings
     alone; ``anywhere`` the images besides. What agrees then is network, image size, kind of device, number format,
     kernels, memory format, compiling, ranks and their exchange, batch and micro-batches, optimizer with the average of
     the weights, diffusion, and the revision if one is named.
@@ -263,7 +263,7 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
     same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False}
     same |= {"options": config.own_options, "workload": DDPM if config.workload == TRAINING else config.workload}
     if (loosely or anywhere) and config.loader != "still":  # which repeats one batch
-        same |= {**UNLEARNED, "threads": 0}
+        same |= {**SAME_WEIGHTS, "threads": 0}
     if anywhere:
         same["data_sha256"] = ""
     return replace(config, **same).run_id

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_lab import gradient_bounds
 from ddpm_lab.explain import phrases, quality, samples
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.forest import forest
@@ -21,7 +20,7 @@ from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table, one_family
 from ddpm_lab.plan import scaled
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import RunRecord, gradient_fault
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,7 +143,7 @@ def unsound(study: Study) -> str:
     for r, answer in _checks(study):
         if not answer:
             told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
-        elif fault := gradient_bounds.fault(answer):
+        elif fault := gradient_fault(answer):
             told.append(f"the gradient of {r.label} is not as expected: {fault}")
     return f"{phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
 
@@ -158,7 +157,7 @@ def check_table(study: Study) -> Table:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
     for r, answer in _checks(study):
-        verdict = phrases.failed(r.status, r.reason) if not answer else gradient_bounds.fault(answer) or "as expected"
+        verdict = phrases.failed(r.status, r.reason) if not answer else gradient_fault(answer) or "as expected"
         cells = {"Family": r.family, "Configuration": r.label, "Verdict": verdict}
         if answer:
             worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}

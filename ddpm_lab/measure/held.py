@@ -12,10 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.gradient_bounds import fault
 from ddpm_lab.ledger import Head, Ledger
 from ddpm_lab.plan import Experiment, Fid, Plan
-from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
+from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, gradient_fault, seconds_by_turn, set_log_ratio
 
 COMPARED = ("baseline", TWIN, "candidate")
 Members = dict[str, RunRecord]  # A set's records by role, those of candidates by run id
@@ -135,7 +134,7 @@ class Held:
         for r in reversed(self.records):
             answer = (r.quality or {}).get("gradients")
             if r.role == "check" and answer and _gradient_of(r.config) == _gradient_of(config):
-                return fault(answer, layers=False)
+                return gradient_fault(answer, layers=False)
         return ""
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ddpm_lab.config import MADE, RunConfig
+from ddpm_lab.config import OBSERVED_OPTIONS, RunConfig
 from ddpm_lab.plan import FLASH_ATTENTION
 
 RECORDED_AFTER = 3  # steps after which a CUDA graph that is to be used has been recorded
@@ -110,7 +110,7 @@ def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     return [
         f"{config.work_name} ({seen['maker']}) is not the same each time it is called: {name} {before} when it was "
         f"looked at, {seen[name]} in rank {seen['rank']}; let it depend on nothing but its code"
-        for name in (MADE if config.is_own else ())
+        for name in (OBSERVED_OPTIONS if config.is_own else ())
         if name in seen and (before := config.option(name, seen[name])) != seen[name]
     ]
 

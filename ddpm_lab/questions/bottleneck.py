@@ -235,13 +235,13 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
 def command(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
+    words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size)]
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OPTIONS:
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if name in changed else []
     words += ["--config", "FILE"] if changed - {*_OPTIONS} else []
-    words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
+    words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
     return shlex.join(words)
 
 
@@ -252,7 +252,7 @@ def summary(study: Study) -> list[str]:
     """The executive summary, one sentence each; where there is no time budget, how to measure one."""
     about = subject(study)
     if about is None:
-        return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
+        return ["No time budget is recorded: ddpm-lab run bottleneck measures one."]
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"

@@ -27,7 +27,7 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
-from ddpm_lab.files import LEDGER, PREPARED, expanded, output_folder
+from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, output_folder, read_settings
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
@@ -37,7 +37,6 @@ from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_experiment
 from ddpm_lab.record import RunRecord
-from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.setting import check_cores, check_ranks, find_here, usual_device
 
 RESOLUTION = 0.03

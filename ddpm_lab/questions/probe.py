@@ -24,13 +24,12 @@ import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
 from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study
-from ddpm_lab.files import LEDGER, replace
+from ddpm_lab.files import LEDGER, read_settings, replace
 from ddpm_lab.ledger import Ledger, load, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.questions.recommendation import recommendation
-from ddpm_lab.settings_file import read_settings
 from ddpm_lab.training.run_folder import CHECKPOINTS, checkpoints_in
 from ddpm_lab.training.run_folder import SETTINGS as RUN_SETTINGS
 from ddpm_lab.training.setting import OWN_DATA

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.config import CHECK, DDPM, OWN, TRAINING, UNLEARNED, ExchangeConfig, RunConfig
+from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import decisions, machine_state, phrases, samples, trained
@@ -191,7 +191,7 @@ def _learners(family: Family) -> list[tuple[str, RunConfig]]:
 def _learned(config: RunConfig) -> RunConfig:
     """A configuration without what changes no bit of what is learned."""
     tried = _tried(config)
-    return tried if config.is_own else replace(tried, **UNLEARNED)
+    return tried if config.is_own else replace(tried, **SAME_WEIGHTS)
 
 
 def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:

@@ -26,14 +26,13 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
+from ddpm_lab.files import NOT_IN_FILES, settings_text
 from ddpm_lab.plan import SEARCH, Cell, Question, Space
 from ddpm_lab.questions import changes
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.changes import GOOD, OPEN
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import LedgerError, RunRecord
-from ddpm_lab.settings_file import OWN as OF_A_RUN
-from ddpm_lab.settings_file import settings_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -350,7 +349,9 @@ def write_settings(study: Study) -> Path | None:
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
         return None
     config = found.best.row.config
-    dropped = OF_A_RUN if Path(config.data).is_dir() else (*OF_A_RUN, "data", "data_sha256")  # images of elsewhere
+    dropped = (
+        NOT_IN_FILES if Path(config.data).is_dir() else (*NOT_IN_FILES, "data", "data_sha256")
+    )  # images of elsewhere
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
     told = [

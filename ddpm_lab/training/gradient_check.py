@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpm_lab.config import UNLEARNED, ExchangeConfig, RunConfig
+from ddpm_lab.config import SAME_WEIGHTS, ExchangeConfig, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.train import PLAIN, Trainer
@@ -97,7 +97,7 @@ class GradientCheck(Trainer):
     def _exact(self) -> Trainer:
         """A trainer of this data whose step is the plain one."""
         alone: dict[str, Any] = {"world_size": 1, "nodes": 1, "accumulation": 1, "exchange": ExchangeConfig()}
-        plain = replace(self.config, **PLAIN, **UNLEARNED, **alone)
+        plain = replace(self.config, **PLAIN, **SAME_WEIGHTS, **alone)
         return Trainer(plain, replace(self.context, rank=0, world_size=1), start_step=self.steps)
 
     def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:

@@ -15,8 +15,7 @@ from typing import Any, TextIO
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.files import replace, writing
-from ddpm_lab.settings_file import OWN, settings_text
+from ddpm_lab.files import NOT_IN_FILES, replace, settings_text, writing
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
 SETTINGS, LOG, LOCK = "config.toml", "log.jsonl", ".lock"
@@ -87,7 +86,7 @@ class RunFolder:
 
     def write_settings(self, config: RunConfig, schedule: dict[str, int], why: str = "") -> None:
         """Write what runs, and ``why`` so, into ``config.toml``, which can be given to ``--config``."""
-        values = {name: value for name, value in config.as_dict().items() if name not in OWN}
+        values = {name: value for name, value in config.as_dict().items() if name not in NOT_IN_FILES}
         if config.world_size == 1:
             del values["exchange"]
         said = f"# {' '.join(why.split())}\n" if why else ""

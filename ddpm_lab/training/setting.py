@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.config import LOADER_ALONE, MADE, OWN, OWN_LOADER, PRECISIONS, OptimizerConfig, RunConfig, digest
+from ddpm_lab.config import (
+    LOADER_ALONE,
+    OBSERVED_OPTIONS,
+    OWN,
+    OWN_LOADER,
+    PRECISIONS,
+    OptimizerConfig,
+    RunConfig,
+    digest,
+)
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import fewest_hosts
@@ -362,7 +371,7 @@ def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tup
     config = RunConfig(**Own(name=name).settings(), device=device, seed=seed, global_batch_size=OWN_BATCH)
     seen, loaded = look(config, instrument)
     offers = ("training", *seen["offers"]) if "offers" in seen else ()
-    options = [(key, seen[key]) for key in MADE if offers]
+    options = [(key, seen[key]) for key in OBSERVED_OPTIONS if offers]
     if "loss" not in offers:
         options.append(("number_format", "own"))
     found = Own(name=name, place=seen.get("maker", ""), options=tuple(options), offers=offers)

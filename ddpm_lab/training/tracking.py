@@ -21,10 +21,10 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import Progress
+from ddpm_lab.files import NOT_IN_FILES
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.record import Environment
-from ddpm_lab.settings_file import OWN
 from ddpm_lab.training.run_folder import logged, name_of, train_count
 
 WATCH_SECONDS = 10.0
@@ -132,7 +132,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
     """Settings by name, those of a part as ``part.name``; none of them holds a path."""
     flat: dict[str, Any] = {}
     for name, value in config.as_dict().items():
-        if name not in ("data", *OWN):
+        if name not in ("data", *NOT_IN_FILES):
             flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
     return {name: str(value) if isinstance(value, list) else value for name, value in flat.items()}
 

@@ -18,12 +18,12 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DEVICES, TRAINING, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, known, validate
+from ddpm_lab.files import NOT_IN_FILES, configuration, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.settings_file import OWN, configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.training.stopping import Stop, without_sigterm
@@ -124,7 +124,7 @@ def _given(
 ) -> tuple[dict[str, Any], Schedule]:
     """The settings of a file under those of the command line, and the schedule. Raises ConfigError."""
     values = read_settings(file, "--config") if file else {}
-    for name in OWN:
+    for name in NOT_IN_FILES:
         if name in values:
             raise ConfigError(f"{place}: {name} is not for a file of training settings: leave it out")
     if "data" in flags:
