@@ -4,6 +4,7 @@ A line on standard output is one JSON object; ``at work`` comes before a window 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -17,9 +18,9 @@ from ddpm_lab.measure import cluster
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 
 
-def run(name: str, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+def run(name: str, nodes: int, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """One group: started, timed for a window, and ended; what it said, or how it failed and after how long."""
-    config = busy_config(ranks, **options)
+    config = dataclasses.replace(busy_config(ranks, **options), nodes=nodes)
     found: dict[str, Any] = {"name": name, "status": "ok"}
     endless = options.get("micro_steps", 0) > 10**6
     begun = time.monotonic()
@@ -32,8 +33,10 @@ def run(name: str, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
             if endless:
                 print(json.dumps({"at work": name}), flush=True)
             begun = time.monotonic()
-            group.window(settle=1, steps=4, limit=600 if endless else 3, stage="testing")
+            windows = group.window(settle=1, steps=4, limit=600 if endless else 3, stage="testing")
+            found["windows"] = [(w["start"], w["end"]) for w in windows]
             found["watched"] = group.watched_elsewhere()
+            found["hosts"] = [w["host"] for w in group.witness()]
             found["images"] = [s["images"] for s in group.finish()]
     except GroupFailed as failure:
         found |= {"status": failure.status, "reason": failure.reason, "detail": failure.detail}
@@ -42,7 +45,7 @@ def run(name: str, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     process = cluster.Process.read(os.environ)
-    process.use("lo")
+    process.use(None)
     if process.rank:
         return cluster.serve(process)
     with cluster.leading(process):

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,18 +13,88 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from conftest import alive, busy_config
+from conftest import busy_config
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import cluster
 from ddpm_lab.measure.cluster import Cluster, Place, Process, leading
-from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.process import Store
 
+# Hosts on one machine: network namespaces with addresses of their own, joined by a bridge in one more namespace
+
+PREFIX = "ddpm-lab"
+_serial = itertools.count()
+
+
+class Host(NamedTuple):
+    """A namespace with an address on the bridge, at one of its ports."""
+
+    namespace: str
+    address: str
+    bridge: str
+    port: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """The argument list that runs `arguments` here; `ip` becomes the command, so the process id is its own."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def pids(self) -> set[int]:
+        """Processes that run here."""
+        return set(map(int, _ip("netns", "pids", self.namespace).split()))
+
+    def cut(self) -> None:
+        """Pull the cable out of the bridge: packets get lost, nobody is told."""
+        _ip("-n", self.bridge, "link", "set", self.port, "down")
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be made here, as the reason of a skip; None where they can."""
+    try:
+        with hosts(1) as (first,):
+            subprocess.run(first.command("true"), check=True, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        return f"`ip` (iproute2) makes no network namespaces here: {error}"
+    return None
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts with the addresses 10.77.0.1, .2, ...; all of them are gone at the end, whatever happens.
+
+    Raises subprocess.CalledProcessError where it is not permitted: ask `why_not` first.
+    """
+    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\S+)", _ip("netns", "list"), re.MULTILINE):
+        if not Path("/proc", pid).exists():  # left by a process that was killed
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+    name = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
+    bridge = f"{name}-bridge"
+    made = [Host(f"{name}-{i}", f"10.77.0.{i + 1}", bridge, f"port{i}") for i in range(count)]
+    with contextlib.ExitStack() as stack:
+        for namespace in (bridge, *(host.namespace for host in made)):
+            _ip("netns", "add", namespace)
+            stack.callback(_ip, "netns", "del", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", bridge, "link", "set", "bridge", "up")
+        for host in made:
+            veth = ("type", "veth", "peer", "name", host.port, "netns", bridge)
+            _ip("-n", host.namespace, "link", "add", "eth0", *veth)
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", bridge, "link", "set", host.port, "master", "bridge", "up")
+            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+        yield made
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+several_hosts = pytest.mark.skipif((reason := why_not()) is not None, reason=str(reason))
 TESTS = Path(__file__).parent
 STORE = Store("127.0.0.1", 1, "job")
 ENDLESS = {"micro_steps": 10**9}
@@ -57,15 +129,6 @@ def test_ranks_use_an_interface_that_others_reach(monkeypatch: pytest.MonkeyPatc
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
 
 
-def test_the_clocks_of_two_hosts_are_lined_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks leave the barrier before a window together; which second that is, each host says otherwise."""
-    said = [("a", 5.0, 6.0), ("a", 5.25, 6.0), ("b", 100.0, 101.5), ("b", 100.5, 101.0)]
-    reports = [{"host": host, "start": start, "end": end} for host, start, end in said]
-    monkeypatch.setattr(Group, "ask", lambda *_, **__: reports)
-    found = object.__new__(Group).window(settle=0, steps=1, limit=1, stage="testing")
-    assert [(r["start"], r["end"]) for r in found] == [(5.0, 6.0), (5.25, 6.0), (5.0, 6.5), (5.5, 6.0)]
-
-
 @pytest.fixture
 def store() -> Iterator[Store]:
     """A store as torchrun has it."""
@@ -97,45 +160,40 @@ def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(store: Store, monke
     channel.close()
 
 
-Job = tuple[list["subprocess.Popen[str]"], Iterator[dict[str, Any]]]
-
-
 @contextlib.contextmanager
-def job(rows: list[Any]) -> Iterator[Job]:
-    """A job of two torchruns with one process each, as on two hosts: these, and what the leader says."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = ("--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1]))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *store)
-    told = (str(TESTS / "cluster_job.py"), json.dumps(rows))
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    jobs = [subprocess.Popen([*torchrun, "--node-rank", str(i), *told], **how) for i in range(2)]
-    try:
-        assert jobs[0].stdout is not None
-        yield jobs, (json.loads(line) for line in jobs[0].stdout if line.startswith("{"))
-    finally:
-        for each in jobs:
-            for process in below(each):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            each.kill()
-            each.communicate()
+def job(rows: list[Any]) -> Iterator[tuple[list[Host], list["subprocess.Popen[str]"], Iterator[dict[str, Any]]]]:
+    """A job of two hosts, one process on each: the hosts, the torchruns, and what the leader says."""
+    with hosts(2) as made:
+        store = ("--master-addr", made[0].address, "--master-port", "29511")
+        words = ("--nnodes", "2", "--nproc-per-node", "1", *store)
+        told = (str(TESTS / "cluster_job.py"), json.dumps(rows))
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        how["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *words)
+        commands = [made[i].command(*torchrun, "--node-rank", str(i), *told) for i in range(2)]
+        jobs = [subprocess.Popen(command, **how) for command in commands]
+        try:
+            assert jobs[0].stdout is not None
+            yield made, jobs, (json.loads(line) for line in jobs[0].stdout if line.startswith("{"))
+        finally:
+            for pid in set.union(*(host.pids() for host in made)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for each in jobs:
+                each.communicate()
 
 
-def below(agent: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """What a torchrun has started, its process first, and what that has."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(agent.pid).children(recursive=True)
-    return []
+def worker(agent: "subprocess.Popen[str]") -> psutil.Process:
+    """The process that a torchrun has started."""
+    return psutil.Process(agent.pid).children()[0]
 
 
-def left(processes: list[psutil.Process]) -> list[int]:
-    """Those that still run after a while."""
+def left(there: Host, agent: "subprocess.Popen[str]") -> list[str]:
+    """What still runs on a host after a while, torchrun itself aside."""
     deadline = time.monotonic() + 30
-    while (found := alive([process.pid for process in processes])) and time.monotonic() < deadline:
+    while (pids := there.pids() - {agent.pid}) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return found
+    return [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -146,51 +204,64 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "hangs": ({"fault": "hang"}, "timed out", " for 3 s while testing, in 'forward' of step 3"),
     "is frozen": ({"fault": "stop"}, "timed out", " while testing, in 'forward' of step 3"),
 }
-NAME = f"rank 1 (host {socket.gethostname()})"
 
 
+@several_hosts
 @pytest.mark.slow
-def test_two_processes_work_as_one_and_each_fault_is_named() -> None:
-    planted = [(name, 2, {"fault_rank": 1, "fault_step": 2, **options}) for name, (options, _, _) in FAULTS.items()]
-    works: tuple[Any, ...] = ("works", 2, {})
-    with job([works, *planted, works]) as (jobs, rows):
+def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut() -> None:
+    planted = [(name, 2, 2, {"fault_rank": 1, "fault_step": 2, **options}) for name, (options, _, _) in FAULTS.items()]
+    works: tuple[Any, ...] = ("works", 2, 2, {})
+    lost = [("cut off", 2, 2, ENDLESS), ("lost", 2, 2, {}), ("goes on", 1, 1, {})]
+    with job([works, *planted, works, *lost]) as (made, jobs, rows):
         found = next(rows)
         assert (found["status"], found["images"]) == ("ok", [5 * 4, 5 * 4]), found
+        assert len(set(found["hosts"])) == 2
+        starts, ends = zip(*found["windows"], strict=True)
+        assert max(starts) < min(ends), "the clocks of two hosts were mixed up"
         assert [list(there) for there in found["watched"]] == [["others_cores", "stolen_seconds"]]
-        assert found["listening"] == ["127.0.0.1"], "somebody listens for more than this network"
-        held = [process for agent in jobs for process in below(agent)]
+        assert found["listening"] == [made[0].address], "somebody listens for more than this network"
+        name = f"rank 1 (host {socket.gethostname()})"
         for fault, (_, status, words) in FAULTS.items():
             found = next(rows)
             assert (found["name"], found["status"]) == (fault, status), found
-            assert found["reason"].startswith(NAME), found["reason"]
+            assert found["reason"].startswith(name), found["reason"]
             assert words in found["reason"], found["reason"]
             assert fault in ("is killed", "is frozen") or "in step\n" in found["detail"] or ", line " in found["detail"]
         assert next(rows)["status"] == "ok"
-        assert next(rows, None) is None
-        assert left(held) == []
+        assert next(rows)["at work"] == "cut off"
+        made[1].cut()
+        found = next(rows)
+        assert found["reason"].startswith(f"{name} was lost: "), found["reason"]
+        assert found["seconds"] < 20
+        assert "was lost" in next(rows)["reason"]
+        assert next(rows)["status"] == "ok"
+        assert left(made[1], jobs[1]) == []
+        assert left(made[0], jobs[0]) == []
 
 
+@several_hosts
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Signals) -> None:
-    with job([("at work", 2, ENDLESS), ("goes on", 1, {})]) as (jobs, rows):
+    with job([("at work", 2, 2, ENDLESS), ("goes on", 1, 1, {})]) as (made, jobs, rows):
         assert next(rows)["at work"]
-        serving, *ranks = below(jobs[1])
+        serving = worker(jobs[1])
         serving.send_signal(how)
         found = next(rows)
-        assert found["reason"].startswith(f"{NAME} was lost: "), found["reason"]
+        assert found["reason"].startswith(f"rank 1 (host {socket.gethostname()}) was lost: "), found["reason"]
         assert found["seconds"] < 6
         assert next(rows)["status"] == "ok"
+        assert left(made[0], jobs[0]) == []
         serving.send_signal(signal.SIGCONT) if how == signal.SIGSTOP else None
-        assert left([serving, *ranks]) == []
+        assert left(made[1], jobs[1]) == []
 
 
+@several_hosts
 @pytest.mark.slow
 def test_the_death_of_the_leader_leaves_nothing() -> None:
-    with job([("at work", 2, ENDLESS)]) as (jobs, rows):
+    with job([("at work", 2, 2, ENDLESS)]) as (made, jobs, rows):
         assert next(rows)["at work"]
-        held = [process for agent in jobs for process in below(agent)]
-        below(jobs[0])[0].kill()
+        psutil.Process(jobs[0].pid).children()[0].kill()
         assert next(rows, None) is None
-        assert left(held) == []
+        assert [left(there, agent) for there, agent in zip(made, jobs, strict=True)] == [[], []]
         assert "rank 0, which leads, no longer answers" in jobs[1].communicate(timeout=60)[1]

@@ -204,21 +204,21 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call) -> None:
     for parameters, network, source in ((44_332, "tiny", "measured"), (44_333, None, PRIOR)):
         known = multi_gpu.strategy(parameters=parameters, batch_size=32, output_dir=tmp_path)
         assert (known.network, known.source) == (network, source), "a network is known by its number of parameters"
-    code, out, _ = call("strategy", "--output-dir", tmp_path)
+    code, out, _ = call("run", "strategy", "--output-dir", tmp_path)
     assert (code, out.partition(" ")[0]) == (0, "multi")
-    values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
+    (values,) = json.loads(call("run", "strategy", "--output-dir", tmp_path, "--json")[1])
     assert (values["answer"], values["ratio"]) == ("multi", pytest.approx(1.6, rel=0.02))
     assert (values["network"], values["batch"], values["source"]) == ("tiny", 32, "measured")
-    empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
+    (empty,) = json.loads(call("run", "strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
-    other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
+    other = call("run", "strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
     assert f"--batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
     for wrong, word in (
         ("--batch-size 0", "batch_size"),
         ("--parameters 0", "parameters"),
         ("--device cuda", "no GPU"),
     ):
-        code, out, err = call("strategy", *wrong.split(), "--output-dir", tmp_path)
+        code, out, err = call("run", "strategy", *wrong.split(), "--output-dir", tmp_path)
         assert (code, out, word in err) == (2, "", True)
 
 

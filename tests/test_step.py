@@ -148,7 +148,7 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
         assert len(found) == (way != "given")
         assert all("mine.py, line 27" in line for line in found)
     none = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, enabled=False))
-    alone = dataclasses.replace(LABEL, world_size=1)
+    alone = dataclasses.replace(LABEL, world_size=1, global_batch_size=1)
     for way in ("given", "held"):  # without an exchange nothing is missed
         seen = trained(none, way)
         assert mismatches(none, [seen, {**seen, "rank": 1}]) == []

@@ -111,7 +111,7 @@ def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> pl
 def bottleneck_study(measured: planning.Planned) -> Study:
     """Every record of this machine that can say something."""
     mine = experiments.study_of(measured)
-    every = read_study([measured.ledger], RECOMMENDATION, measured.output_dir, machine=measured.cohort[0])
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     return replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets)
 

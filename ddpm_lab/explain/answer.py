@@ -114,5 +114,6 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
     known = {*measured} if row.sets else {"Verdict", "Disturbed sets", *further}
     known |= {"Peak memory"} if row.status == "ok" else set()
     shown = {name: cell if name in known else _NONE for name, cell in measured.items()}
-    name = {"Family": row.family, "Configuration": f"{row.label}{_SELF.get(row.role, '')}"}
+    label = row.label.removesuffix(" again") if row.role == "twin" else row.label
+    name = {"Family": row.family, "Configuration": f"{label}{_SELF.get(row.role, '')}"}
     return {**name, **shown, **phrases.loss(row), "Note": note}

@@ -56,9 +56,9 @@ def sample(
     count: int,
     sampling: Sampling,
     *,
-    device: str | None,
+    device: str | None = None,
     world_size: int,
-    batch_size: int,
+    batch_size: int = 64,
     progress: Progress,
 ) -> list[Path]:
     """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
