@@ -276,8 +276,8 @@ def layer_norm(x: Tensor, norm: nn.LayerNorm, *, residual: Tensor | None = None)
     """LayerNorm of x (..., C) over C, plus ``residual``; in the dtype of ``x``, float32 or bfloat16."""
     if _compiled(x, "layer norm"):
         return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
-    with torch.autocast(x.device.type, enabled=False):
-        y = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+    with torch.autocast(x.device.type, enabled=False):  # in single precision, as TokenNorm says
+        y = F.layer_norm(x.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
         return y if residual is None else y + residual
 
 
