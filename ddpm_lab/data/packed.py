@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -294,7 +294,8 @@ def _prepared(job: _Job, dest: Path, progress: Progress | None) -> Manifest:
     _clear(dest)
     try:
         root = job.source if job.kind == "folder" else _unpack(job, dest, progress)
-        manifest = _build(job, dest, mark, root, files or _listed(root), held_out, progress)
+        sources = _Sources(root, files or _listed(root), held_out)
+        manifest = _build(job, dest, mark, sources, progress)
         if (files and list_images(root) != files) or (job.held_out and list_images(job.held_out) != held_out):
             raise DataError(f"the images in {root} changed while they were read; run the command again")
     except BaseException:
@@ -332,46 +333,67 @@ def _unpack(job: _Job, dest: Path, progress: Progress | None) -> Path:
     return dest / UNPACKED / train.relative_to(partial)
 
 
-def _build(  # noqa: PLR0917 - what ``_prepared`` has found
-    job: _Job,
-    dest: Path,
-    mark: str,
-    root: Path,
-    files: list[ImageFile],
-    held_out: list[ImageFile],
-    progress: Progress | None,
-) -> Manifest:
-    partial = dest / (IMAGES + PARTIAL)
+class _Sources(NamedTuple):
+    """The files of a prepared folder's images: those of ``root`` first, then the user's held-out ones."""
+
+    root: Path
+    files: list[ImageFile]
+    held_out: list[ImageFile]
+
+    def without(self, damaged: Collection[int]) -> Self:
+        """The same without the images at these positions."""
+        files = [file for i, file in enumerate(self.files) if i not in damaged]
+        held_out = [file for i, file in enumerate(self.held_out, len(self.files)) if i not in damaged]
+        return self._replace(files=files, held_out=held_out)
+
+
+def _decode(
+    job: _Job, path: Path, sources: _Sources, progress: Progress | None
+) -> tuple[npt.NDArray[np.uint8], _Sources, list[str]]:
+    """Decode all images into an array mapped from ``path``: uint8 (N, S, S, 3).
+
+    With ``skip_bad`` damaged files are left out. Returns the array, the sources in it, and a line for each damaged
+    file. Raises DataError for a damaged file otherwise, or where too few are left.
+    """
     skipped: list[str] = []
     while True:
-        paths = [f"{root}/{file.path}" for file in files] + [f"{job.held_out}/{file.path}" for file in held_out]
+        paths = [f"{sources.root}/{file.path}" for file in sources.files]
+        paths += [f"{job.held_out}/{file.path}" for file in sources.held_out]
         shape = len(paths), job.image_size, job.image_size, 3
-        array: npt.NDArray[np.uint8] = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
-        with partial.open("r+b") as file:  # a full disk is an error here; met while writing to the map a crash
-            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-        bad = dict(decode_files(paths, array, keep_going=job.skip_bad, progress=progress))
-        if not bad:
-            break
+        array: npt.NDArray[np.uint8] = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        with path.open("r+b") as file:  # a full disk is an error here; met while writing to the map a crash
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        damaged = dict(decode_files(paths, array, keep_going=job.skip_bad, progress=progress))
+        if not damaged:
+            return array, sources, skipped
         if not job.skip_bad:
-            raise DataError(f"{next(iter(bad.values()))}; remove it, or leave out damaged files with --skip-bad")
+            raise DataError(f"{next(iter(damaged.values()))}; remove it, or leave out damaged files with --skip-bad")
         # Once more, without the damaged ones.
-        skipped += bad.values()
-        held_out = [file for position, file in enumerate(held_out, len(files)) if position not in bad]
-        files = [file for position, file in enumerate(files) if position not in bad]
-        if not files or len(files) + len(held_out) < 2 or (job.held_out and not held_out):
+        skipped += damaged.values()
+        sources = sources.without(damaged)
+        count = len(sources.files) + len(sources.held_out)
+        if not sources.files or count < 2 or (job.held_out and not sources.held_out):
             raise DataError(
-                f"{len(bad):,} of {len(paths):,} images of {root} are damaged and too few are left; check them"
+                f"{len(damaged):,} of {len(paths):,} images of {sources.root} are damaged and too few are left; "
+                "check them"
             )
-    held_out_indices, unused_indices = split(array, len(files) if job.held_out else None)
-    parts = [{"root": str(root) if job.kind == "folder" else str(root.relative_to(dest)), "files": files}]
+
+
+def _build(job: _Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
+    """Decode, split and write a prepared folder. Raises DataError for damaged files."""
+    array, sources, skipped = _decode(job, dest / (IMAGES + PARTIAL), sources, progress)
+    held_out_indices, unused_indices = split(array, len(sources.files) if job.held_out else None)
+    root = sources.root if job.kind == "folder" else sources.root.relative_to(dest)
+    parts = [{"root": str(root), "files": sources.files}]
     if job.held_out:
-        parts.append({"root": str(job.held_out), "files": held_out})
+        parts.append({"root": str(job.held_out), "files": sources.held_out})
+    count, height, width, channels = array.shape
     manifest = Manifest(
         schema=SCHEMA,
         kind=job.kind,
         source=str(job.source),
         held_out_source=str(job.held_out) if job.held_out else None,
-        shape=shape,
+        shape=(count, height, width, channels),
         content_hash=content_hash(array, held_out_indices, unused_indices),
         fingerprint=mark,
         decoding=DECODING_RULE,

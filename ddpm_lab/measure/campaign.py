@@ -201,49 +201,62 @@ class Campaign:
         ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
         have no time for their least sets are left out and noted; of needed ones each family keeps one.
         """
-        now, left = time.monotonic(), self.seconds_left()
-        until, latest = (math.inf, math.inf) if left is None else (now + share * left, now + OVERRUN * share * left)
+        start, left = time.monotonic(), self.seconds_left()
+        end = math.inf if left is None else start + share * left
+        latest = math.inf if left is None else start + OVERRUN * share * left
         self.lacks.timed = left is not None
-        self._stage_ends = until
+        self._stage_ends = end
         self._stage_families = max(1, sum(bool(self.lacks.wanted(family)) for family in families))
         primary = any(label == f.primary for f in families for label, _ in f.candidates)
-        done, crowded_sets = 0, Counter[str]()
+        measured, disturbed = 0, Counter[str]()  # sets of all families, and disturbed ones by family
         while True:
             now = time.monotonic()
             if not (needed and primary):
-                families, left_out = self.lacks.fit(families, (latest if needed else until) - now, fewest=int(needed))
-                for family, (label, config) in left_out:
-                    self._note(family.name, label, config, family.baseline, NO_TIME)
+                families = self._without_time(families, (latest if needed else end) - now, fewest=int(needed))
             if (job := self.lacks.next(families)) is None:
                 return
             family, candidates = job
             have, new = map(min, zip(*(self.lacks.progress_of(family, c) for _, c in candidates), strict=True))
-            few = needed and have < LEAST_SETS
-            planned = min(self.target.sets, new + max(self.lacks.missing(family, c) for _, c in candidates))
-            ends = now + self.lacks.set_seconds(family, len(candidates))
-            if crowded_sets[family.name] >= planned or (ends > (latest if few else until) and (done or not needed)):
+            short = needed and have < LEAST_SETS
+            most = min(self.target.sets, new + max(self.lacks.missing(family, c) for _, c in candidates))
+            too_disturbed = disturbed[family.name] >= most
+            set_ends = now + self.lacks.set_seconds(family, len(candidates))
+            out_of_time = set_ends > (latest if short else end) and (measured or not needed)
+            if too_disturbed or out_of_time:
                 # One disturbed set among quiet ones, where the time ends, does not say that the machine is busy.
-                busy = crowded_sets[family.name] > have
-                if busy and few and family.baseline.device == "cpu":
+                if short and family.baseline.device == "cpu" and disturbed[family.name] > have:
                     self.crowded_out = True
-                if crowded_sets[family.name] < planned:
+                if not too_disturbed:
                     return
                 families = [f for f in families if f.name != family.name]
                 continue
-            progress.prefix = f"set {done + 1},"
-            progress.expect(min(self.lacks.forecast(families), until - now))
+            progress.prefix = f"set {measured + 1},"
+            progress.expect(min(self.lacks.forecast(families), end - now))
             progress.always(f"{family.name}: starting")
-            if not self.held.disturbed:
-                await_quiet(family.baseline, self.instrument.usable_cores, progress)
-            records, done = self.measure(family, candidates), done + 1
-            if failed := [r for r in records if r.status != "ok"]:
-                told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
-                gone = any(self.lacks.hopeless(r.config) for r in failed)
-                progress.stay(f"lost: {told}; {'not tried again now' if gone else 'measured again'}")
-            if crowded(records) and not self.held.disturbed:
-                self.disturbed += 1
-                crowded_sets[family.name] += 1
-                progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
+            disturbed[family.name] += self._measure_when_quiet(family, candidates, progress)
+            measured += 1
+
+    def _without_time(self, families: Sequence[Family], seconds: float, *, fewest: int) -> list[Family]:
+        """The families without the candidates whose least sets do not fit into ``seconds``, which are noted."""
+        fitting, left_out = self.lacks.fit(families, seconds, fewest)
+        for family, (label, config) in left_out:
+            self._note(family.name, label, config, family.baseline, NO_TIME)
+        return fitting
+
+    def _measure_when_quiet(self, family: Family, candidates: Sequence[Row], progress: Progress) -> bool:
+        """Measure one set, and say what failed in it; returns whether it was disturbed and does not count."""
+        if not self.held.disturbed:
+            await_quiet(family.baseline, self.instrument.usable_cores, progress)
+        records = self.measure(family, candidates)
+        if failed := [r for r in records if r.status != "ok"]:
+            told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
+            hopeless = any(self.lacks.hopeless(r.config) for r in failed)
+            progress.stay(f"lost: {told}; {'not tried again now' if hopeless else 'measured again'}")
+        if self.held.disturbed or not crowded(records):
+            return False
+        self.disturbed += 1
+        progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
+        return True
 
     def measure(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
         """Measure one set of a family and append its records, which it returns."""

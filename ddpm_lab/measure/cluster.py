@@ -147,6 +147,7 @@ class Channel:
         return self.ear.recv() if self.ear.poll() else None
 
     def _beat(self) -> None:
+        """Send an empty message every ``BEAT_SECONDS`` until closed, and count those since the other was heard."""
         with contextlib.suppress(RuntimeError):  # the store has gone
             while not self._closed.is_set():
                 self.send()

@@ -91,13 +91,18 @@ def _used_seconds(member: psutil.Process) -> float:
 
 
 def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
-    """Seconds that ``cores`` were busy and stolen since the machine started; None if one of them is not shown."""
+    """Seconds that ``cores`` were busy and stolen since the machine started; None if one of them is not listed."""
+    # psutil.cpu_times(percpu=True) numbers the listed cores from 0: with one offline, these are others.
+    busy_ticks = stolen_ticks = 0
     with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
-        shown = {words[0]: [int(n) for n in words[1:9]] for words in lines if words[0].startswith("cpu")}
-        ticks = [sum(column) for column in zip(*(shown[f"cpu{core}"] for core in cores), strict=True)]
-        user, nice, system, _idle, _waiting, irq, softirq, steal = (n / os.sysconf("SC_CLK_TCK") for n in ticks)
-        return user + nice + system + irq + softirq, steal
+        rows = map(str.split, Path("/proc/stat").read_text().splitlines())
+        ticks = {name: list(map(int, columns[:8])) for name, *columns in rows if name.startswith("cpu")}
+        for core in cores:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = ticks[f"cpu{core}"]
+            busy_ticks += user + nice + system + irq + softirq
+            stolen_ticks += steal
+        per_second = os.sysconf("SC_CLK_TCK")
+        return busy_ticks / per_second, stolen_ticks / per_second
     return None
 
 

@@ -139,41 +139,44 @@ class PhaseClock:
         on_device = self._cuda and not self._synchronised
 
         def seconds(moment: Any) -> float:
-            """A moment on the line of the window, which begins at 0."""
+            """A moment in seconds since the start of the window."""
             return moment - start if isinstance(moment, int | float) else self._origin.elapsed_time(moment) / 1e3
 
-        def line(moments: list[float]) -> dict[str, list[Interval]]:
-            found: dict[str, list[Interval]] = defaultdict(list)
-            for (phase, _, _), pair in zip(marks, itertools.pairwise(moments), strict=False):
-                found[phase].append(pair)
-            return found
+        def by_phase(moments: list[float]) -> dict[str, list[Interval]]:
+            intervals: dict[str, list[Interval]] = defaultdict(list)
+            for (phase, _, _), interval in zip(marks, itertools.pairwise(moments), strict=False):
+                intervals[phase].append(interval)
+            return intervals
 
         def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
-            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
+            named = {name: intervals for name, intervals in phases.items() if name != UNNAMED}
+            return {name: sum(b - a for a, b in intervals) / steps for name, intervals in named.items()}
 
-        on_host = [seconds(moment) for _, moment, _ in marks]
-        main = line([seconds(event) for _, _, event in marks] if on_device else on_host)
+        host_moments = [seconds(moment) for _, moment, _ in marks]
+        main = by_phase([seconds(event) for _, _, event in marks] if on_device else host_moments)
         spans: dict[str, list[Interval]] = defaultdict(list)
-        for name, begun, ended in self._spans:
-            spans[name].append((max(0.0, seconds(begun)), min(end - start, seconds(ended))))
+        for name, span_start, span_end in self._spans:
+            spans[name].append((max(0.0, seconds(span_start)), min(end - start, seconds(span_end))))
         if on_device:  # the host loads the next batch while the device still computes
-            spans.setdefault("data", line(on_host)["data"])
-        compute = [i for name in COMPUTE for i in main.get(name, ())]
+            spans.setdefault("data", by_phase(host_moments)["data"])
+        compute = [interval for name in COMPUTE for interval in main.get(name, ())]
         phases = per_step(main)
-        found: dict[str, Any] = {
-            "step_seconds": (end - start) / steps,
+        step_seconds = (end - start) / steps
+        budget: dict[str, Any] = {
+            "step_seconds": step_seconds,
             "phases": phases,
-            "residual_seconds": (end - start) / steps - sum(phases.values()),
+            "residual_seconds": step_seconds - sum(phases.values()),
             "spans": {
                 name: {"seconds": length(parts) / steps, "overlapped_seconds": shared(parts, compute) / steps}
                 for name, parts in spans.items()
             },
         }
         if on_device:
-            pairs = zip(marks, on_host, strict=True)
+            pairs = zip(marks, host_moments, strict=True)
             ahead = [seconds(event) - host for (name, _, event), host in pairs if name == "data"]
-            found |= {"host_phases": per_step(line(on_host)), "host_ahead_seconds": sum(ahead) / steps}
-        return found
+            budget["host_phases"] = per_step(by_phase(host_moments))
+            budget["host_ahead_seconds"] = sum(ahead) / steps
+        return budget
 
     def _trace(self, phase: str) -> None:
         if self._range is not None:
@@ -191,9 +194,9 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     """
     operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     phases: dict[str, float] = defaultdict(float)
-    wall = begun = 0.0
+    wall_seconds = start = 0.0
 
-    def ready(profiler: Any) -> None:
+    def add_repetition(profiler: Any) -> None:
         for event in profiler.key_averages():
             # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
             if event.device_type != DeviceType.CPU:
@@ -201,8 +204,8 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
             if event.key.startswith(RANGE):
                 phases[event.key.removeprefix(RANGE)] += event.cpu_time_total / 1e6
             elif not event.key.startswith("ProfilerStep"):
-                found = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
-                operators[event.key] = [a + b for a, b in zip(operators[event.key], found, strict=True)]
+                row = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
+                operators[event.key] = [a + b for a, b in zip(operators[event.key], row, strict=True)]
         partial = trace.with_name(f".partial.{trace.name}")
         profiler.export_chrome_trace(str(partial))  # compressed, by the end of its name
         partial.replace(trace)
@@ -213,23 +216,32 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
         return time.perf_counter()
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    first, last = plan["wait"] + plan["warmup"], plan["wait"] + plan["warmup"] + plan["active"] - 1
-    with profile(activities=activities, schedule=schedule(**plan), on_trace_ready=ready) as profiler:
+    first = plan["wait"] + plan["warmup"]
+    last = first + plan["active"] - 1
+    with profile(activities=activities, schedule=schedule(**plan), on_trace_ready=add_repetition) as profiler:
         for _ in range(plan["repeat"]):
             for i in range(last + 1):
-                begun = now() if i == first else begun
+                if i == first:
+                    start = now()
                 step()
-                wall += now() - begun if i == last else 0.0
+                if i == last:
+                    wall_seconds += now() - start
                 profiler.step()
-    ranked = sorted(operators.items(), key=lambda item: -(item[1][2] if cuda else item[1][1]))
-    rest = [sum(column) for column in zip(*(row for _, row in ranked[TOP:]), strict=True)]
-    rows = [(name, *row) for name, row in ranked[:TOP]] + ([("(other operators)", *rest)] if rest else [])
-    names = ("name", "calls", "self_cpu_seconds", "self_device_seconds")
     return {
         "steps": plan["active"] * plan["repeat"],
-        "wall_seconds": wall,
+        "wall_seconds": wall_seconds,
         "schedule": plan,
         "phases": phases,
-        "operators": [dict(zip(names, row, strict=True)) for row in rows],
+        "operators": _operator_rows(operators, by_device=cuda),
         "traces": [trace.name],
     }
+
+
+def _operator_rows(operators: Mapping[str, list[float]], *, by_device: bool) -> list[dict[str, Any]]:
+    """The ``TOP`` operators by their own seconds, the longest first, and the sum of the rest as a last row."""
+    ranked = sorted(operators.items(), key=lambda item: item[1][2 if by_device else 1], reverse=True)
+    rows = [(name, *columns) for name, columns in ranked[:TOP]]
+    if rest := [columns for _, columns in ranked[TOP:]]:
+        rows.append(("(other operators)", *map(sum, zip(*rest, strict=True))))
+    names = ("name", "calls", "self_cpu_seconds", "self_device_seconds")
+    return [dict(zip(names, row, strict=True)) for row in rows]

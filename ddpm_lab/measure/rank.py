@@ -206,23 +206,30 @@ class Rank:
         return loaded()._asdict()
 
     def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
-        """In each round a window as training runs, then one that waits for each phase; none supplies a speed."""
+        """Measure the time budget of a step: seconds per step in each phase, the mean over ``rounds``.
+
+        A round is a window of ``steps`` steps as training runs them, then one that waits for the device at each phase
+        boundary; ``settle`` steps come before each. Marks cost time, so neither window is used as a speed.
+        """
         if self.job.config.purpose != "profile":
             raise RuntimeError("a time budget is taken only of a run with the purpose 'profile'")
-        found: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
+        windows: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
         for _ in range(rounds):
-            for variant, windows in found.items():
+            for variant, measured in windows.items():
                 self._settle(settle, self._marked_step)
-                helpers = _children_seconds()
-                self.clock.start(synchronised=variant == "synchronised")
-                start = time.perf_counter()
-                for _ in range(steps):
-                    self._marked_step()
-                self.synchronize()
-                window = self.clock.stop(start, time.perf_counter(), steps)
-                window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
-                windows.append(window)
-        return {**{variant: mean(windows) for variant, windows in found.items()}, "memory": self._memory()}
+                measured.append(self._budget_window(steps, synchronised=variant == "synchronised"))
+        return {**{variant: mean(measured) for variant, measured in windows.items()}, "memory": self._memory()}
+
+    def _budget_window(self, steps: int, *, synchronised: bool) -> dict[str, Any]:
+        helpers = _children_seconds()
+        self.clock.start(synchronised=synchronised)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._marked_step()
+        self.synchronize()
+        window = self.clock.stop(start, time.perf_counter(), steps)
+        window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
+        return window
 
     def _marked_step(self) -> None:
         """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ INSTRUMENT = "ddpm_lab.measure."
 
 
 def measure(
-    given: str | None,
+    step: str | None,
     against: str,
     *,
     always: bool = False,
@@ -42,57 +43,66 @@ def measure(
     quiet: bool = False,
     **limits: Any,
 ) -> Planned | Outcome:
-    """Measure a training step as it is in the working tree against a revision of the repository that one works in.
+    """Measure a training step of the working tree against a revision of the same repository.
 
-    ``given`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
-    ``against`` is any revision that git knows here, and the baseline. ``always`` measures identical code too. The rest
+    ``step`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
+    ``against``, the baseline, is any revision that git knows here. ``always`` measures identical code too. The rest
     is as in ``compare``; ``limits`` are resolution, minutes and sets. Code that is the same passes unmeasured. Raises
-    ConfigError where there is no such repository or revision, a side cannot be run, or what would time the two differs.
+    ConfigError where there is no such repository or revision, a side cannot be run, or what times them differs.
     """
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
     instrument = instrument_for(output, Progress("compare", quiet=quiet))
-    trainer = RunConfig(device=usual_device(device))
 
-    def made(given: str | RunConfig, place: str) -> RunConfig:
-        config = side(given, place, device)
-        return config if config.workload == DDPM else with_images(config, output, quiet)  # it is looked at
+    def configure(step: str | None, place: str) -> RunConfig:
+        config = side(step or RunConfig(device=usual_device(device)), place, device)
+        # ``code_of`` runs one step of a workload that is not the lab's own: its images have to be there.
+        return config if config.workload == DDPM else with_images(config, output, quiet)
 
-    ours = made(given or trainer, "the step")
-    mine = code_of([ours], instrument)
-    _refuse_strangers(repository, mine, ours.workload)
+    candidate = configure(step, "the step")
+    candidate_code = code_of([candidate], instrument)
+    _refuse_code_from_elsewhere(repository, candidate_code, candidate.workload)
     with repository.worktree(commit) as folder:
-        base = made(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}")
-        tree = tree_of(repository, commit, folder, mine.sources)
+        baseline = configure(_counterpart(step, repository.root, folder), f"the step in {against}")
+        tree = tree_of(repository, commit, folder, candidate_code.sources)
         try:
-            theirs = code_of([base], instrument, tree)
+            baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        # Modules of which the two sides have different sources, or which only one of them has.
-        here, there = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
-        changed = sorted({name for name, _ in here ^ there})
-        if not changed and ours == base and not always:
+        changed = _changed_modules(candidate_code, baseline_code)
+        if not changed and candidate == baseline and not always:
             return _said(
                 IDENTICAL,
-                f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
+                f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads do not count (--always measures)",
             )
-        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
-            raise ConfigError(
-                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
-                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-                "measures alike"
-            )
-        base = dataclasses.replace(base, revision=tree.revision)
+        _refuse_other_instrument(changed, against)
+        baseline = dataclasses.replace(baseline, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
-            _refuse_other_settings(base, tree, against)
+            _refuse_other_settings(baseline, tree, against)
         if not quiet:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            what = ", ".join(changed[:5]) + more or "no module"
-            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what} changed", file=sys.stderr)
-        pair = (with_images(base, output, quiet), with_images(ours, output, quiet))
-        limits |= {"code": mine.with_revision(theirs), "output": output, "quiet": quiet}
-        return plan_pair(pair, (against, WORKING_TREE), **limits).measure()
+            names = ", ".join(changed[:5]) or "no module"
+            names += f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {names} changed", file=sys.stderr)
+        pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
+        code = candidate_code.with_revision(baseline_code)
+        return plan_pair(pair, (against, WORKING_TREE), code=code, output=output, quiet=quiet, **limits).measure()
+
+
+def _changed_modules(one: CodeVersion, other: CodeVersion) -> list[str]:
+    """Names of modules whose sources differ between two versions, or that only one of them has, in order."""
+    first, second = ({(name, source.sha256) for name, source in code.sources.items()} for code in (one, other))
+    return sorted({name for name, _ in first ^ second})
+
+
+def _refuse_other_instrument(changed: Sequence[str], against: str) -> None:
+    """Raise ConfigError where the code that times both sides is among the changed modules."""
+    if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+        raise ConfigError(
+            f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+            "measures alike"
+        )
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
@@ -106,7 +116,7 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
     return str(there) if there.is_file() else given
 
 
-def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) -> None:
+def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workload: str) -> None:
     """Raise ConfigError where no revision of the repository could change what is run, or a part would not be seen."""
     files = {name: Path(source.file) for name, source in mine.sources.items()}
     root = str(repository.root)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, missing_to_explain, number
+from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import quality
 from ddpm_lab.ledger import published_trials
@@ -59,22 +60,19 @@ def recommend(
             f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
             f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
         )
-    ends = time.monotonic() + (math.inf if minutes is None else 60 * minutes)
-    asked: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
-    planned = plan_question(SEARCH, preset=preset, **asked, **settings)
-    space = planned.campaign.experiment.space
-    if space is None:  # of the user's training, which does its own steps
-        raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
-    base = space.baseline
-    settings |= {"preset": preset, "sets": sets, "resolution": resolution, "space": space, "seeds": seeds}
-    settings |= {"images": images, "device": base.device}
-    settings["cores"] = base.threads * base.node_size or hardware.usable_cores()
-    if not base.is_own:
-        settings["network"] = base.network
-    plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
+    settings["preset"] = preset
+    seconds = math.inf if minutes is None else 60 * minutes
+    ends = time.monotonic() + seconds
     trained = preset == "full" if seeds is None else bool(seeds)
-    share = BESIDE_TRIALS if trained else SEARCH_SHARE
-    search_ends = ends - (0.0 if minutes is None else (1 - share) * 60 * minutes)
+    search_ends = ends - (0.0 if minutes is None else seconds * (1 - (BESIDE_TRIALS if trained else SEARCH_SHARE)))
+    limits: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
+    planned = plan_question(SEARCH, **limits, **settings)
+    space = planned.campaign.experiment.space
+    if space is None:  # the user's training does its own steps
+        raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
+    settings |= _settings_of(space.baseline)
+    settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
+    plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
     sweep()
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
@@ -83,12 +81,19 @@ def recommend(
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
             winner = belief.winner(may_win)
             left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
-            fresh = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
-            _note_space(fresh.campaign, space)
-            done = fresh.measure()
+            again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
+            _note_space(again.campaign, space)
+            measured = again.measure()
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
-                return dataclasses.replace(done, before=(done.before[0] + planned.campaign.measured_sets, 0))
+                return dataclasses.replace(measured, before=(measured.before[0] + planned.campaign.measured_sets, 0))
             # Trials call the winner worse: search without it.
+
+
+def _settings_of(config: RunConfig) -> dict[str, Any]:
+    """Settings with which a question measures on the device, cores and network of a configuration."""
+    cores = config.threads * config.node_size or hardware.usable_cores()
+    network = {} if config.is_own else {"network": config.network}
+    return {"device": config.device, "cores": cores, **network}
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:

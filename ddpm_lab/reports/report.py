@@ -105,20 +105,24 @@ def report(
         ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
-    given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
-    given["output_dir"] = None if output_dir is None else str(output_dir)
-    more = dict(parameters or {})
-    given["workload"] = more.pop("workload", workload)
-    files = choose(notebooks)
-    total = preset_called(preset).minutes if minutes is None else minutes
     if minutes is not None and not minutes > 0:
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
-    values = _values(files, given, more, every=not notebooks)
+    budget = preset_called(preset).minutes if minutes is None else minutes
+    extra = dict(parameters or {})
+    options = {
+        "preset": preset,
+        "data": data,
+        "held_out": held_out,
+        "network": network,
+        "workload": extra.pop("workload", workload),
+        "output_dir": None if output_dir is None else str(output_dir),
+    }
+    values = _values(choose(notebooks), options, extra, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
-    if data != "synthetic" or held_out is not None:  # once, and refused here rather than in each notebook
-        options = {name: value for name, value in more.items() if name in ("image_size", "skip_bad")}
-        resolve(data, output / PREPARED, held_out=held_out, progress=progress, **options)
-    run = _Run(output / "reports", given, values, command, progress, None if total is None else total * 60)
+    if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
+        preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
+        resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
+    run = _Run(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
     stopped = False
     try:
         run.measure()
