@@ -13,7 +13,7 @@ from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, tell
 from ddpm_lab.config import PARTS, RunConfig
-from ddpm_lab.explain import subject, table
+from ddpm_lab.explain import table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, read_study
 from ddpm_lab.files import expanded, ledgers, output_folder
@@ -87,7 +87,7 @@ def bottleneck(options: argparse.Namespace) -> int:
         study = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
     else:
         study = _measured(options, output)
-    lines, about = question.summary(study), subject.subject(study)
+    lines, about = question.summary(study), question.subject(study)
     if about is None:
         print(*lines, sep="\n")
         return 1

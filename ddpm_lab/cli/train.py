@@ -13,11 +13,11 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data import packed
-from ddpm_lab.explain import samples
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
+from ddpm_lab.questions import trained
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run
@@ -119,8 +119,8 @@ def sample(options: argparse.Namespace) -> int:
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
     if options.inception:
         found = sampling_run.sample_fid(paths, fid, data, device=options.device, progress=progress)
-        few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
-        print(f"FID {samples.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
+        few = f"; {trained.FEW}" if found["images"] < trained.LEAST_IMAGES else ""
+        print(f"FID {trained.fid_words(found)} against as many training images, Inception {fid.sha256[:8]}{few}")
     if options.grid:
         from ddpm_lab.training.generation import write_grid  # noqa: PLC0415 - imports torch
 

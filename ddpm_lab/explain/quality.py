@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,21 +234,6 @@ def curve(record: RunRecord) -> tuple[Array, Array]:
 def extent(record: RunRecord) -> tuple[int, int]:
     """Draws of noise that a trial's held-out losses are of, and its images: losses of other draws are not compared."""
     return int(record.config.option("draws", 0)), int(record.config.option("images", 0))
-
-
-def images_to_reach(record: RunRecord, target: float) -> float:
-    """Images after which a trial's held-out loss was first at most ``target``, between two looks by a straight line.
-
-    Infinite where it never was.
-    """
-    looks = (record.quality or {}).get("held_out") or []
-    if looks and looks[0]["loss"] <= target:
-        return float(looks[0]["images"])
-    for a, b in pairwise(looks):
-        if b["loss"] <= target:
-            share = (a["loss"] - target) / (a["loss"] - b["loss"])
-            return float(a["images"] + share * (b["images"] - a["images"]))
-    return math.inf
 
 
 def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from ddpm_lab.explain import findings, machine_state, operators, phrases
+from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -73,8 +73,8 @@ def finding(answer: Answer) -> None:
 def more(answer: Answer) -> None:
     """Show the further figures and tables of an answer, each under a line that says what it shows; name its traces."""
     further, numbers = answer.figures(), answer.tables()
-    record = operators.latest_profile(answer.study.records)
-    paths = [Path("trace_output", name) for name in (record.profile or {}).get("traces", ())] if record else []
+    profile = next((r.profile for r in reversed(answer.study.records) if r.profile), {})
+    paths = [Path("trace_output", name) for name in profile.get("traces", ())]
     traces = ", ".join(f"`{path}`" for path in paths if (answer.study.output_dir / path).is_file())
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})

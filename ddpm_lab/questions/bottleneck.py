@@ -15,23 +15,22 @@ from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
-from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import decisions, findings, limits, machine_state, pages, phrases, quality, stats, straggler
-from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain import decisions, findings, machine_state, pages, phrases, quality, stats
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
-from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.explain.table import markdown as grid
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.questions import lost_scaling, torch_compile
+from ddpm_lab.questions import lost_scaling, roofline, torch_compile
+from ddpm_lab.questions import time_budget as bd
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.recommendation import single
-from ddpm_lab.record import set_log_ratio
+from ddpm_lab.questions.time_budget import TARGETS, Budget
+from ddpm_lab.record import RunRecord, set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 QUESTION = Question(title="What should be changed next?", file="bottleneck")
@@ -167,6 +166,39 @@ def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[s
         with contextlib.suppress(ConfigError):
             others[name] = replace(config, **change)
     return {name: other for name, other in others.items() if other != config}
+
+
+# --- the configuration in question ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The configuration in question: its profile with a time budget, and its speed where sets measured it."""
+
+    config: RunConfig
+    profile: RunRecord
+    taken: Budget
+    speed: Comparison | None
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of its step: over sets, or where there are none, those of the time budget."""
+        return self.speed.step_seconds if self.speed else self.taken.running.step_seconds
+
+
+def subject(study: Study) -> Subject | None:
+    """What a study's latest time budget is about; one that was taken for this question goes first."""
+    found = [(r, taken) for r in study.records if r.role == "profile" and (taken := bd.budget(r)) is not None]
+    if not found:
+        return None
+    of = {r.experiment for r, _ in found}
+    wanted = next((name for name in ("bottleneck", "profile") if name in of), found[-1][0].experiment)
+    record, taken = next(pair for pair in reversed(found) if pair[0].experiment == wanted)
+    config = replace(record.config, purpose="timing")
+    same = ("baseline", config.run_id, record.code_version)
+    speeds = [r for r in comparisons(study) if r.sets and (r.role, r.run_id, r.code_version) == same]
+    speed = max(speeds, key=lambda r: r.sets, default=None)
+    return Subject(config=config, profile=record, taken=taken, speed=speed)
 
 
 # --- changes, by what was measured of them ----------------------------------------------------------------------------
@@ -336,10 +368,10 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
     of_sets = [r for r in study.records if (r.baseline_id, r.code_version, r.status) == same and r.windows]
     base = {r.set_id: r for r in of_sets if r.role == "baseline"}
     alone = [r for r in of_sets if r.run_id == silent.run_id and r.set_id in base and not r.mechanism_only]
-    who, status, found = straggler.named(alone), NO_GAIN, stats.estimate([])
+    who, status, found = lost_scaling.slowest_rank(alone), NO_GAIN, stats.estimate([])
     evidence = "No rank is shown to be slower than the others where nothing is exchanged"
     if who:
-        shares = zip(alone, straggler.excess_shares(alone), strict=True)
+        shares = zip(alone, lost_scaling.excess_shares(alone), strict=True)
         found = stats.estimate([-math.log1p(-s * math.exp(-set_log_ratio(base[r.set_id], r))) for r, s in shares])
         status = DERIVED
         evidence = f"From the ranks' own times in {phrases.plural(found.sets, 'set')} without exchange of gradients"
@@ -515,7 +547,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    mine = (config.world_size, config.global_batch_size)
     ranked = [
         {
             "": str(i),
@@ -542,7 +574,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         phases=grid(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
-        roofline=limits.sentence_of(peak) if peak else "",
+        roofline=roofline.sentence(study, about.speed),
         splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
         pictures=pictures,
         ranked=grid(ranked),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import budget, decisions, machine_state, operators, phrases, quality
+from ddpm_lab.explain import decisions, machine_state, phrases, quality
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.comparisons import Comparison, comparisons
@@ -23,6 +23,7 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial, scaling
 from ddpm_lab.questions import faults, torch_compile
+from ddpm_lab.questions import time_budget as budget
 from ddpm_lab.questions.faults import FAULTS, Records, readings
 from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup
@@ -283,7 +284,7 @@ def _equivalent(claim: Claim, records: Records) -> Judged:
 def _same_number(claim: Claim, records: Records) -> Judged:
     """Whether what a fault reads is the true number, by the interval of their ratio."""
     read = readings(records.study).get(claim.fault)
-    profile = operators.latest_profile([r for r in records.study.beside if r.experiment == "profile"])
+    profile = budget.latest_profile([r for r in records.study.beside if r.experiment == "profile"])
     taken = budget.budget(profile) if profile and claim.fault == "phase_sums" else None
     here = FAULTS[claim.fault].said(read)[1] if read else ""
     if taken is not None:

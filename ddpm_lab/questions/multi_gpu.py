@@ -12,12 +12,11 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import machine_state, phrases
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval

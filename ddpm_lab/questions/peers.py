@@ -12,20 +12,20 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, findings, limits, phrases
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain import decisions, findings, phrases
+from ddpm_lab.explain.answer import MEANING, Answer, View, band, speeds
+from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.figure_ratios import MEANING, band
-from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, FAILED, Finding, about, common_notes, compared, plain
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
+from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
@@ -226,11 +226,9 @@ def answer(study: Study) -> Answer:
     shown = speeds(study, found)
     limit = "How far from the limit: an image at this machine's peaks, and measured."
     worth = "What each setting of the trainer is worth on this machine."
-    parts = "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it."
     views = (
         View(caption=limit, name="limits", figure=lambda: roofline_figure(study)),
         View(caption=worth, name="levers", figure=lambda: levers_figure(study), table=lambda: lever_table(study)),
-        View(caption=parts, table=lambda: limits.table(study, this_trainer(study))),
         *trained_views(study),
     )
     return replace(shown, figure=lambda: figure(study, shown), table=lambda: table(study), views=views)

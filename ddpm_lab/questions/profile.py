@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.explain import budget, machine_state, operators, phrases, quality
+from ddpm_lab.explain import machine_state, phrases, quality
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.budget import Budget, Line
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
@@ -18,7 +17,9 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck
+from ddpm_lab.questions import time_budget as budget
 from ddpm_lab.questions.question import Question
+from ddpm_lab.questions.time_budget import Budget, Line
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
@@ -52,10 +53,10 @@ def profile(
 
 def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile, its operators, and what to change next."""
-    record, found = operators.latest_profile(study.records), finding(study)
+    record, found = budget.latest_profile(study.records), finding(study)
     taken = budget.budget(record) if record else None
     views = []
-    if record and taken and operators.operators(record):
+    if record and taken and budget.operators(record):
         caption = "Operators of profiled steps, each second counted once."
         views.append(View(caption=caption, name="operators", figure=lambda: _operators_figure(study, record)))
         views.append(View(caption="The operators in numbers.", table=lambda: operators_table(study)))
@@ -78,7 +79,7 @@ def finding(study: Study) -> Finding:
     """Say what takes the largest part of a step."""
     if not study.records:
         return compared(study)
-    record = operators.latest_profile(study.records)
+    record = budget.latest_profile(study.records)
     if record is None:
         failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
         if failed is None:
@@ -91,10 +92,9 @@ def finding(study: Study) -> Finding:
         status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
         found = plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
         return replace(found, verdict=verdict)
-    if not operators.operators(record):
+    if not budget.operators(record):
         return plain(study, "The profile holds no operator time", FAILED)
-    headline, text = operators.shares(record)
-    return replace(plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
+    return replace(plain(study, budget.operator_headline(record), ANSWERED), verdict="profiled")
 
 
 _TOP_OPERATORS = 12
@@ -102,7 +102,7 @@ _TOP_OPERATORS = 12
 
 def operators_table(study: Study) -> Table:
     """Return the operators that take most of a profiled step."""
-    record = operators.latest_profile(study.records)
+    record = budget.latest_profile(study.records)
     if record is None:
         return [
             {"Configuration": r.label, "Status": phrases.status(r.status), "Reason": r.reason or ""}
@@ -110,29 +110,28 @@ def operators_table(study: Study) -> Table:
             if r.status != "ok"
         ]
     steps = max(1, int((record.profile or {}).get("steps", 1)))
-    found = operators.operators(record)
-    rows = [(op.name, op.kind, op.calls, op.seconds, op.share) for op in found[:_TOP_OPERATORS]]
+    found = budget.operators(record)
     if rest := found[_TOP_OPERATORS:]:
-        calls, seconds, share = (sum(getattr(op, name) for op in rest) for name in ("calls", "seconds", "share"))
-        rows.append((phrases.plural(len(rest), "other operator"), "", calls, seconds, share))
+        others = budget.in_all(phrases.plural(len(rest), "other operator"), "", rest)
+        found = [*found[:_TOP_OPERATORS], others]
     return [
         {
-            "Operator": name,
-            "Class": kind,
-            "Calls per step": f"{calls / steps:,.0f}",
-            "Exclusive time per step, under the profiler": phrases.seconds(seconds / steps),
-            "Share": f"{100 * share:.1f} %",
+            "Operator": op.name,
+            "Class": op.kind,
+            "Calls per step": f"{op.calls / steps:,.0f}",
+            "Exclusive time per step, under the profiler": phrases.seconds(op.seconds / steps),
+            "Share": f"{100 * op.share:.1f} %",
         }
-        for name, kind, calls, seconds, share in rows
+        for op in found
     ]
 
 
 def figure(study: Study, found: Finding) -> Figure:
     """The time budget of the latest profile; without one its operators, without both a message."""
-    record = operators.latest_profile(study.records)
+    record = budget.latest_profile(study.records)
     if record is not None and (taken := budget.budget(record)) is not None:
         return _budget_figure(taken, f"{_context(study, record)}{style.SEPARATOR}{record.label}", record.mechanism_only)
-    if record is None or not operators.operators(record):
+    if record is None or not budget.operators(record):
         return style.message(found.headline, phrases.context(study), found.claim)
     return _operators_figure(study, record)
 
@@ -197,9 +196,9 @@ def _beside(found: Budget) -> list[tuple[str, float]]:
 
 
 def _operators_figure(study: Study, record: RunRecord) -> Figure:
-    classes, top = operators.classes(record), operators.operators(record)[:_DRAWN_OPERATORS]
+    classes, top = budget.operator_classes(record), budget.operators(record)[:_DRAWN_OPERATORS]
     colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
-    colours[operators.OTHER] = style.FAINT
+    colours[budget.OTHER] = style.FAINT
     steps = max(1, int((record.profile or {}).get("steps", 1)))
     panels = [
         Panel(
@@ -219,11 +218,11 @@ def _operators_figure(study: Study, record: RunRecord) -> Figure:
             (f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator", top),
         )
     ]
-    kind = "device" if operators.on_device(record) else "CPU"
+    kind = "device" if budget.on_device(record) else "CPU"
     counted = phrases.plural(steps, "profiled step")
     return bars(
         panels,
-        title=operators.shares(record)[0],
+        title=budget.operator_headline(record),
         context=style.SEPARATOR.join([_context(study, record), record.family, counted]),
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "

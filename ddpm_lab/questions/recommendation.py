@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from ddpm_lab import files
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN
-from ddpm_lab.explain import decisions, figure_ratios, findings, machine_state, phrases, quality, stats
+from ddpm_lab.explain import answer as shared
+from ddpm_lab.explain import decisions, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -327,7 +328,7 @@ def steps_figure(found: Recommendation) -> Figure:
 
 
 def _bar(name: str, ratio: stats.Interval, start: float = 0.0, verdict: str = "") -> Row:
-    colour, text = figure_ratios.COLOURS.get(verdict, style.OPEN), figure_ratios.numbers(ratio)
+    colour, text = shared.COLOURS.get(verdict, style.OPEN), shared.numbers(ratio)
     return Row(name=name, value=ratio.value, low=ratio.low, high=ratio.high, start=start, colour=colour, text=text)
 
 
@@ -515,11 +516,11 @@ def changes_figure(study: Study) -> Figure:
         return style.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
     shown = [*_together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
-    named = [figure_ratios.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
+    named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
     return forest(
         [Panel(rows=named, reference=1)],
         title=said.headline,
         context=phrases.context(study),
-        note=f"In brackets: what it is compared with, in the same sets. {figure_ratios.POINTS}",
+        note=f"In brackets: what it is compared with, in the same sets. {shared.POINTS}",
         label="speed relative to the baseline (above 1 is faster)",
     )

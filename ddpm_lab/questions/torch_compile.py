@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddpm_lab.explain import decisions, figure_ratios, phrases, stats
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain.answer import Answer, View, measured, speeds
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
@@ -224,7 +224,7 @@ def _bars(study: Study, c: Comparison) -> list[Row]:
 
 def crossings(study: Study) -> Figure | None:
     """Time since the start with and without compiling, up to beyond the step where the lines cross."""
-    rows = [c for rows in figure_ratios.measured(study) for c in rows if c.role == "candidate"]
+    rows = [c for rows in measured(study) for c in rows if c.role == "candidate"]
     plots = [_crossing(c, found) for c in rows if not math.isnan((found := break_even(study, c)).cold_seconds)]
     if not plots:
         return None

@@ -10,7 +10,6 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LIMITS
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
@@ -23,23 +22,11 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Work of one kind for an image: its FLOP, its bytes, and the seconds that either takes at the machine's peak."""
+    """Work of one kind for an image: its FLOP, and its seconds at the machine's peaks, the longer of FLOP and bytes."""
 
     kind: str
     flop: float
-    bytes: float
-    compute_seconds: float
-    memory_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The least time: compute and memory may overlap."""
-        return max(self.compute_seconds, self.memory_seconds)
-
-    @property
-    def bound(self) -> str:
-        """What sets that time."""
-        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +38,6 @@ class Roofline:
     bandwidth: float
     parts: tuple[Part, ...]
     measured_seconds: float
-
-    @property
-    def eager_seconds(self) -> float:
-        """Least time of an image where every kernel reads and writes memory."""
-        return sum(p.seconds for p in self.parts)
 
     @property
     def fused_seconds(self) -> float:
@@ -89,7 +71,7 @@ def roofline(study: Study, own: Comparison | None) -> Roofline | None:
         kind, flop, size = name, of.get("flop", 0.0), BYTES[precision] * of["elements"]
         if name == "weights":
             kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch
-        parts.append(Part(kind, flop, size, compute_seconds=flop / flops, memory_seconds=size / bandwidth))
+        parts.append(Part(kind, flop, max(flop / flops, size / bandwidth)))
     line = Roofline(
         precision=precision,
         flops=flops,
@@ -146,39 +128,12 @@ def flop_per_image(study: Study, config: RunConfig) -> float | None:
 
 
 def sentence(study: Study, own: Comparison | None) -> str:
-    """How far from the limit; empty where it was not measured."""
+    """How far from the limit, in two sentences; empty where it was not measured."""
     line = roofline(study, own)
-    return "" if line is None else sentence_of(line)
-
-
-def sentence_of(line: Roofline) -> str:
-    """How far from the limit, in two sentences."""
+    if line is None:
+        return ""
     return (
         f"It reaches {100 * line.flop_share:.0f} % of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s "
         f"in {line.precision}. Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and "
         "normalisation free."
     )
-
-
-def table(study: Study, own: Comparison | None) -> Table:
-    """The parts of a step: work, least time at the machine's peaks, and what sets it; empty where not measured."""
-    line = roofline(study, own)
-    if line is None:
-        return []
-    rows = [
-        {
-            "Operator": part.kind,
-            "GFLOP/image": f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH,
-            "MB/image": f"{part.bytes / 1e6:.1f}",
-            "At peak": phrases.seconds(part.seconds),
-            "Bound by": part.bound,
-        }
-        for part in line.parts
-    ]
-    for name, value in (
-        ("all, each kernel for itself", line.eager_seconds),
-        ("convolutions, products and optimizer alone", line.fused_seconds),
-        ("measured", line.measured_seconds),
-    ):
-        rows.append({**dict.fromkeys(rows[0], ""), "Operator": name, "At peak": phrases.seconds(value)})
-    return rows
