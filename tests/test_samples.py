@@ -14,9 +14,9 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import samples
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.questions import trained
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.quality import samples_figure
 from ddpm_lab.record import RunRecord
@@ -91,14 +91,14 @@ def test_the_table_has_fids_where_there_are_any_and_the_verdict_stays() -> None:
 
 def test_a_fid_is_never_without_its_count_and_what_is_wrong_with_it_is_told() -> None:
     trial = make.trials({}, seeds=1)[0]
-    assert samples.fid([trial]) is None
-    found = samples.fid([trial, make.drew(trial, images("a"), fid=123.456)])
+    assert trained.fid_of([trial]) is None
+    found = trained.fid_of([trial, make.drew(trial, images("a"), fid=123.456)])
     assert found is not None
-    assert samples.fid_words(found) == "123.5 (2,500 images)"
+    assert trained.fid_words(found) == "123.5 (2,500 images)"
     few = {**found, "fid": 1.234, "images": 2_048}
-    assert samples.fid_words(few) == "1.23 (2,048 images, too few)"
-    assert ["singular" in samples.fid_method([("bf16", one)]) for one in (few, found)] == [True, False]
+    assert trained.fid_words(few) == "1.23 (2,048 images, too few)"
+    assert ["singular" in trained.fid_method([("bf16", one)]) for one in (few, found)] == [True, False]
     failed = {**{k: v for k, v in found.items() if k != "fid"}, "reason": "rank 0 was killed by SIGKILL"}
-    assert samples.fid_words(failed) == "failed"
-    assert "bf16 failed (rank 0 was killed by SIGKILL)" in samples.fid_method([("bf16", failed)])
-    assert samples.drawn(replace(trial, quality=None)) == {}
+    assert trained.fid_words(failed) == "failed"
+    assert "bf16 failed (rank 0 was killed by SIGKILL)" in trained.fid_method([("bf16", failed)])
+    assert trained.drawn(replace(trial, quality=None)) == {}

@@ -11,7 +11,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.straggler import excess_shares, named
+from ddpm_lab.questions.lost_scaling import excess_shares, slowest_rank
 from ddpm_lab.record import RunRecord
 
 NOISE = 0.01
@@ -41,29 +41,31 @@ def noisy(rng: np.random.Generator, sets: int, ranks: int) -> npt.NDArray[np.flo
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_identical_ranks_have_no_excess_and_are_rarely_named(ranks: int) -> None:
+def test_identical_ranks_have_no_excess_and_are_rarely_slowest_rank(ranks: int) -> None:
     rng = np.random.default_rng(ranks)
     config = RunConfig(world_size=ranks, global_batch_size=ranks)
     trials = [records(noisy(rng, 6, ranks), config) for _ in range(300)]
     means = np.array([np.mean(excess_shares(found)) for found in trials])
     assert abs(means.mean()) < 3 * means.std() / len(means) ** 0.5
     assert abs(means.mean()) < NOISE / 10, "chosen where it is measured, it would be half the noise"
-    assert np.mean([named(found) != "" for found in trials]) <= 0.05
+    assert np.mean([slowest_rank(found) != "" for found in trials]) <= 0.05
 
 
 def test_a_slower_rank_is_named_with_its_excess_and_where_it_is() -> None:
     seconds = noisy(np.random.default_rng(0), 6, 16)
     seconds[:, 12] *= 1.1
     found = records(seconds, RunConfig(world_size=16, global_batch_size=16))
-    assert named(found) == "rank 12"
+    assert slowest_rank(found) == "rank 12"
     assert np.mean(excess_shares(found)) == pytest.approx(1 - 1 / 1.1, abs=NOISE)
-    assert named(found[:3]) == "", "a claim needs four sets"
+    assert slowest_rank(found[:3]) == "", "a claim needs four sets"
     assert np.isnan(excess_shares(found[:1])).all(), "no other set to say which it is"
     spread = RunConfig(device="cuda", world_size=16, nodes=2, global_batch_size=16)
     found = records(seconds, spread, ["f3"] * 8 + ["0a"] * 8)
-    assert named(found) == "rank 12 on cuda:4 of host 2"
+    assert slowest_rank(found) == "rank 12 on cuda:4 of host 2"
     moved = [*found[:3], *records(seconds[3:], spread, ["f3"] * 8 + ["77"] * 8)]
-    assert named(moved) == "rank 12", "it is slow on more than one host"
+    assert slowest_rank(moved) == "rank 12", "it is slow on more than one host"
     together = dataclasses.replace(spread, nodes=1)
-    assert named(records(seconds, together, ["f3"] * 16)) == "rank 12 on cuda:12"
-    assert named([dataclasses.replace(r, witness={}) for r in found]) == "rank 12 on cuda:4", "unknown, so unsaid"
+    assert slowest_rank(records(seconds, together, ["f3"] * 16)) == "rank 12 on cuda:12"
+    assert slowest_rank([dataclasses.replace(r, witness={}) for r in found]) == "rank 12 on cuda:4", (
+        "unknown, so unsaid"
+    )

@@ -40,19 +40,18 @@ class Roofline:
     measured_seconds: float
 
     @property
-    def fused_seconds(self) -> float:
-        """Least time if everything but convolutions, products and the optimizer cost nothing."""
-        return sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
-
-    @property
     def flop_share(self) -> float:
         """Model FLOP utilisation (Chowdhery et al. 2022, appendix B): FLOP of an image over what the peak does then."""
         return sum(p.flop for p in self.parts) / self.measured_seconds / self.flops
 
     @property
     def headroom(self) -> float:
-        """How many times as fast the step could be at most: its time over the least; caches can make that too long."""
-        return max(1.0, self.measured_seconds / self.fused_seconds)
+        """How many times as fast the step could be, if all but convolutions, products and the optimizer were free.
+
+        Caches can make the least time too long.
+        """
+        least = sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
+        return max(1.0, self.measured_seconds / least)
 
 
 def roofline(study: Study, own: Comparison | None) -> Roofline | None:

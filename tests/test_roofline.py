@@ -9,9 +9,9 @@ from cells import column
 from peer_records import WHOLE, against, machine, study
 from test_charts import boxes
 
-from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
 from ddpm_lab.questions import peers
+from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.ask import answer
 
 
@@ -24,11 +24,9 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert {p.kind: p.seconds for p in line.parts} == pytest.approx(
         {"convolution": 20e-3, "normalisation": 1e-3, "optimizer": optimizer}
     )
-    assert [p.bound for p in line.parts] == ["compute", "memory", "memory"]
-    assert (line.eager_seconds, line.fused_seconds) == pytest.approx((21e-3 + optimizer, 20e-3 + optimizer))
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
-    assert line.headroom == pytest.approx(line.measured_seconds / line.fused_seconds)
+    assert line.headroom == pytest.approx(line.measured_seconds / (20e-3 + optimizer))
     figure = peers.roofline_figure(WHOLE)
     assert figure is not None
     lengths = [end - start for start, end in boxes(figure.axes[0])]
@@ -40,7 +38,6 @@ def test_the_roofline_of_a_known_machine() -> None:
 def test_without_peaks_nothing_is_said_of_limits() -> None:
     alone = study(*against())
     assert limits.sentence(alone, peers.this_trainer(alone)) == ""
-    assert not limits.table(alone, peers.this_trainer(alone))
     assert peers.roofline_figure(alone) is None
     single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
     assert limits.roofline(single, peers.this_trainer(single)) is None, "no peak of another precision is taken"
