@@ -123,20 +123,6 @@ def test_a_failure_is_told_with_its_reason(records: list[RunRecord]) -> None:
     assert any("the reason" in note for note in found.notes)
 
 
-def test_what_failed_beside_what_was_measured_is_told() -> None:
-    records = make.sets({"bf16": (BF16, 1.62)})
-    lost = replace(records[2], set_id="lost", status="crashed", reason="the reason", windows=())
-    (note,) = answer(make.study([lost, *records])).finding.notes
-    assert "1 set" in note
-    assert "the reason" in note
-
-
-def test_an_empty_ledger_names_the_command() -> None:
-    nothing = answer(STUDIES["nothing"]()).finding
-    assert nothing.status == "not measured"
-    assert "ddpm-lab run amp" in nothing.claim
-
-
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     ranks = {"4 ranks": (RunConfig(world_size=4, oversubscribe=True), 1.77)}
     shown = answer(make.study(make.sets(ranks, experiment="multi_gpu", mechanism_only=["4 ranks"])))
@@ -161,14 +147,6 @@ def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
     found = answer(replace(study, records=(*fast, *(replace(r, primary=False) for r in study.records)))).finding
     assert any("2 ranks of batch 32" in note for note in found.notes)
     assert not any("2 ranks of batch 16" in note for note in found.notes)
-
-
-def test_numbers_in_words() -> None:
-    assert [phrases.plural(n, "call") for n in (1, "0.2", 1234)] == ["1 call", "0.2 calls", "1,234 calls"]
-    durations = [phrases.seconds(v) for v in (0.0096, 34, 750, 11520, float("nan"))]
-    assert durations == ["9.60 ms", "34.0 s", "12.5 min", "3.20 h", "unknown"]
-    numbers = [phrases.significant(v) for v in (4312.0, 0.0456, 999.7, 0.0)]
-    assert numbers == ["4,310", "0.0456", "1,000", "0"]
 
 
 # --- headlines and commands ---

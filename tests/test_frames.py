@@ -22,13 +22,6 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
 
 
-def test_a_profile_stands_beside_what_other_questions_measured() -> None:
-    speeds = make.sets({"bf16": (BF16, 1.5)})
-    budget = make.time_budget({"forward": 80.0, "optimizer": 20.0})
-    shown = frames.study([budget, *speeds], "profile")
-    assert (shown.records, list(shown.beside)) == ((budget,), speeds)
-
-
 def test_study_takes_the_latest_cohort() -> None:
     before, then, late = (
         make.environment(date=f"2026-{when}")

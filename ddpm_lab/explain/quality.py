@@ -34,7 +34,7 @@ GOOD = (IDENTICAL, NOT_WORSE, SLIGHTLY)
 """Verdicts with which a configuration loses less than the margin, if anything."""
 DECIDED = (*GOOD, WORSE)
 
-LEVEL = 0.90
+EQUIVALENCE_LEVEL = 0.90
 """Of the interval: its upper end beyond the margin is the one-sided test of equivalence at 5 %."""
 LEAST_SEEDS = 5
 """With fewer seeds the difference is shown and no verdict is given: their spread, and so the margin, is not known."""
@@ -116,7 +116,7 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
 
 
 def _half(n: int, spread: float) -> float:
-    return t_quantile(n - 1, (1 + LEVEL) / 2) * spread / math.sqrt(n)
+    return t_quantile(n - 1, (1 + EQUIVALENCE_LEVEL) / 2) * spread / math.sqrt(n)
 
 
 def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:

@@ -251,7 +251,9 @@ def _part(times: Sequence[Times], name: str, how: str, counted: Times, choices: 
     known = [s for t in whole if math.isfinite(s := sum(factor * t[label] for label, factor in counted.items()))]
     if not known:
         return Part(name=name, how=how, value=math.nan)
-    mean, half = stats.mean_and_half(known, choices)
+    mean, n, half = statistics.fmean(known), len(known), math.nan
+    if n > 1:
+        half = stats.t_quantile(n - 1, 1 - (1 - stats.LEVEL) / 2 / choices) * statistics.stdev(known) / math.sqrt(n)
     return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=len(known))
 
 
