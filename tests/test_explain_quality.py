@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, OWN, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import (
     IDENTICAL,
@@ -135,6 +135,11 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
     raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
     assert Trials(raised).verdict(seed, other, "code-1").verdict == WORSE
+    own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
+    for gain, expected in ((0.0002, NOT_ENOUGH), (0.001, NOT_WORSE)):  # hardly any of it, and a little
+        trials = make.trials({"bf16": (BF16, 0.0)}, gain=gain, seed_noise=0.0001, pair_noise=1e-6)
+        users = [replace(r, config=replace(r.config, workload=OWN)) for r in trials]
+        assert Trials(users).verdict(own, narrow, "code-1").verdict == expected
 
 
 @pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])

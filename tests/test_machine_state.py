@@ -108,7 +108,7 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
 
 
-@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False), (0.0, False)])
+@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False)])
 def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: bool) -> None:
     one = RunConfig(threads=1)
     study = make.study(make.sets({"bf16": (replace(one, precision="bf16"), 1.3)}, baseline=one))
