@@ -27,19 +27,14 @@ COMPARED = ("baseline", TWIN, "candidate", "note")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One configuration of a family beside its baseline.
+    """One configuration of a family beside its baseline; values that do not exist are NaN.
 
     ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
     baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and ``noise`` is the
-    ratio of the family's twin. ``primary`` marks the comparison that the question's answer is about. ``p`` is the
-    p-value, of secondary comparisons adjusted over those of the experiment, and ``level`` what it is held against.
-    ``why`` says where the verdict is not what the interval alone would say. ``disturbed_sets`` did not count, since
-    other processes took the cores that they needed. ``images_per_second`` is the geometric mean over sets of their
-    medians; it has no interval, since the speeds of one session say little about those of another. ``set_seconds`` is
-    what a set takes with baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or
-    its own where none was measured.
-
-    Values that do not exist are NaN: configurations whose mechanism alone was tested have no speed here.
+    ratio of the family's twin. ``p`` is the p-value, of secondary comparisons adjusted over those of the experiment,
+    and ``level`` what it is held against. ``why`` says where the verdict is not what the interval alone would say.
+    ``images_per_second`` is the geometric mean over sets of their medians. ``set_seconds`` is what a set takes with
+    baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or its own without one.
     """
 
     experiment: str
@@ -151,8 +146,7 @@ class Comparison:
 def comparisons(study: Study) -> tuple[Comparison, ...]:
     """One for each configuration of each family: baseline, null twin, candidates, and what failed or was left out."""
     found: list[Comparison] = []
-    # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
-    # its configuration has one of its own.
+    # Parts of the lost scaling are no answers (see lost_scaling); a note on a trial is no row, since its speed has one.
     rows = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in rows if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):

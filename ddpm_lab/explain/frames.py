@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
@@ -24,7 +23,7 @@ TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
@@ -68,20 +67,8 @@ class Study:
         return " to ".join(dict.fromkeys((*days[:1], *days[-1:])))
 
 
-A = TypeVar("A")
-
-
-def once(answer: Callable[[Study], A]) -> Callable[[Study], A]:
-    """Compute an answer once for each study: figure, table and finding all ask for it."""
-    known: WeakKeyDictionary[Study, A] = WeakKeyDictionary()
-
-    @wraps(answer)
-    def asked(study: Study) -> A:
-        if study not in known:
-            known[study] = answer(study)
-        return known[study]
-
-    return asked
+once = lru_cache(maxsize=16)
+"""Compute an answer once for each study: figure, table and finding all ask for it."""
 
 
 def study(

@@ -62,12 +62,12 @@ def finding(answer: Answer) -> None:
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     facts = {name: value for name, value in facts.items() if value}
-    head = [f"**{literal(found.headline)}**", *filter(None, [literal(found.evidence)]), ""]
-    items = [*map(literal, found.notes), *(f"**{name}:** {literal(value)}" for name, value in facts.items())]
-    marked = "\n\n".join(head) + "\n".join(f"- {item}" for item in items)
-    items = [*found.notes, *(f"{name}: {value}" for name, value in facts.items())]
-    plain = "\n".join([*filter(None, (found.headline, found.evidence)), "", *(f"- {item}" for item in items)])
-    _display({"text/markdown": marked, "text/plain": plain}, {METADATA: values})
+    shown = {}
+    for kind, text, bold, gap in (("text/markdown", literal, "**", "\n\n"), ("text/plain", str, "", "\n")):
+        head = [f"{bold}{text(found.headline)}{bold}", *([text(found.evidence)] if found.evidence else [])]
+        items = [*map(text, found.notes), *(f"{bold}{name}:{bold} {text(value)}" for name, value in facts.items())]
+        shown[kind] = gap.join(head) + "\n\n" + "\n".join(f"- {item}" for item in items)
+    _display(shown, {METADATA: values})
 
 
 def more(answer: Answer) -> None:
