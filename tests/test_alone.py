@@ -16,7 +16,7 @@ from conftest import BUSY, code_of
 
 from ddpm_lab.config import SAME_WEIGHTS, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.explain import quality, samples
+from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
 from ddpm_lab.measure.alone import (
     BUDGET_SECONDS,
@@ -31,6 +31,7 @@ from ddpm_lab.measure.alone import (
 from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.sets import Instrument, Member, Seat, measure_alone
 from ddpm_lab.plan import USUAL_TURNS, Plan
+from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import usual_settings
 
@@ -77,7 +78,7 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(data: Path, tried: Trie
     assert found["held_out"][-1]["loss"] < found["held_out"][0]["loss"]
     assert record.windows == (), "a trial supplies no speed"
     assert record.stages["training"] > 0, "what it took says when the next one would end"
-    assert samples.pixels(record).shape == (MOST_IMAGES, 8, 8, 3)
+    assert trained.pixels(record).shape == (MOST_IMAGES, 8, 8, 3)
     assert len(found["samples"].pop("png")) < 1.4 * MOST_BYTES
     drawn = {"images": MOST_IMAGES, "seed": config.seed, "sampler": "ddim", "steps": SAMPLER_STEPS}
     assert found["samples"] == drawn

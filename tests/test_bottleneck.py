@@ -17,7 +17,7 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
-from ddpm_lab.explain import phrases, subject
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held
@@ -147,8 +147,8 @@ def measured(phases: dict[str, float], **ratios: float) -> Study:
     return study(profiled(CONFIG, phases), *told(CONFIG, found, step_seconds=0.1))
 
 
-def about(shown: Study) -> subject.Subject:
-    found = subject.subject(shown)
+def about(shown: Study) -> question.Subject:
+    found = question.subject(shown)
     assert found is not None
     return found
 

@@ -167,11 +167,3 @@ def test_lines_and_their_intervals_are_where_the_numbers_are() -> None:
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.9, 1.1))
     assert ax.get_ylim()[0] == 0
     assert ax.get_xticks().tolist() == [1, 2, 4]
-
-
-def test_a_name_has_one_colour_in_all_panels_and_one_entry_in_the_legend() -> None:
-    plots = [Plot(lines=[Line(name=name, x=[1, 2], y=[1, 2]) for name in names]) for names in (("a", "b"), ("b",))]
-    figure = lines(plots, title="A title", context="")
-    upper, lower = figure.axes
-    assert upper.lines[1].get_color() == lower.lines[0].get_color() != upper.lines[0].get_color()
-    assert legend_of(figure) == ["a", "b"]

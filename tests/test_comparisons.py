@@ -127,14 +127,6 @@ def test_an_effect_within_what_the_twin_differs_by_is_not_called() -> None:
         assert bool(found.why) == (word is None)
 
 
-def test_the_same_speed_is_an_answer_for_the_resolution_that_was_asked_for() -> None:
-    records = planted({"bf16": 0.02 + 2 * ROUND[:6]}, NONE[:6])
-    usual, wide = row(records), row(records, resolution=0.1)
-    assert (usual.verdict, usual.answered, usual.resolved, usual.why) == (decisions.INCONCLUSIVE, False, False, "")
-    assert (wide.verdict, wide.answered, wide.resolved) == (decisions.SAME, True, False)
-    assert row(planted({"bf16": ROUND[:6] / 2}, NONE[:6])).verdict == decisions.SAME
-
-
 def test_the_primary_comparison_is_tested_alone_and_the_others_together() -> None:
     """The same sets: called where they are primary, not called as one of two secondary comparisons."""
     logs = 0.035 + 3 * ROUND

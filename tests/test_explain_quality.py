@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from ddpm_lab.explain.quality import (
     Trials,
     equivalence,
 )
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import RunRecord
 
 BASE, BF16 = RunConfig(), RunConfig(precision="bf16")
@@ -65,26 +63,6 @@ def test_the_seeds_that_would_do_are_the_fewest(values: list[float], margin: flo
     else:
         assert upper(found.seeds_needed) < margin
         assert found.seeds_needed == max(len(values) + 1, 5) or upper(found.seeds_needed - 1) >= margin
-
-
-def test_a_baseline_with_other_seeds_is_not_worse_at_the_margin_of_the_lab() -> None:
-    """Eight seeds in fp32 came with the checkout: ten losses for each side are drawn out of those really measured.
-
-    The margin is smaller than two standard deviations, so that some are undecided, and no more are called worse.
-    """
-    groups: dict[object, list[RunRecord]] = {}
-    for file in (Path(__file__).parents[1] / "trace_output" / "published").glob("*.jsonl"):
-        for r in Ledger(file).read(lambda heads: [h for h in heads if (h.experiment, h.role) == ("quality",) * 2])[0]:
-            if r.label == "fp32":
-                groups.setdefault((r.cohort, quality.extent(r)), []).append(r)
-    looks = [quality.curve(r) for r in max(groups.values(), key=len)]
-    final, before = ([float(np.interp(share * x[-1], x, y)) for x, y in looks] for share in (1.0, 0.95))
-    margin, rng = quality.margin_of(final, before), np.random.default_rng(2)
-    assert len(looks) >= 8
-    assert 0 < margin < 2 * np.std(final, ddof=1)
-    verdicts = Counter(equivalence(rng.choice(final, 10) - rng.choice(final, 10), margin).verdict for _ in range(1000))
-    assert verdicts[NOT_WORSE] > 0.87 * 1000
-    assert verdicts[WORSE] <= 0.05 * 1000
 
 
 @pytest.mark.parametrize(("true", "wrong"), [(1.0, quality.GOOD), (0.0, (WORSE,))])
@@ -139,9 +117,6 @@ def test_a_difference_is_told_in_images_too() -> None:
         assert found.behind == pytest.approx(found.difference / 0.001 * 0.05, rel=1e-6), "the last 5 % gain 0.001"
         assert found.margin_behind == pytest.approx(found.margin / 0.001 * 0.05, rel=1e-6)
     assert judged(make.trials({"bf16": (BF16, 9.0)})).behind == 1.0
-    (record, *_) = make.trials({}, seeds=1, seed_noise=0.0)
-    for loss, images in ((0.35 + 0.01 * 0.075 / 0.05, 0.925 * 8_000), (0.1, math.inf), (9.0, 0)):
-        assert quality.images_to_reach(record, loss) == pytest.approx(images)
 
 
 def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
@@ -160,6 +135,11 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
     raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
     assert Trials(raised).verdict(seed, other, "code-1").verdict == WORSE
+    own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
+    for gain, expected in ((0.0002, NOT_ENOUGH), (0.001, NOT_WORSE)):  # hardly any of it, and a little
+        trials = make.trials({"bf16": (BF16, 0.0)}, gain=gain, seed_noise=0.0001, pair_noise=1e-6)
+        users = [replace(r, config=replace(r.config, workload=OWN)) for r in trials]
+        assert Trials(users).verdict(own, narrow, "code-1").verdict == expected
 
 
 @pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
@@ -295,22 +275,6 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged(told, code="code-2").verdict == NOT_MEASURED
     longer = make.trials({"bf16": (BF16, 0.05)}, images=16_000)
     assert judged([*records, *longer]).verdict == WORSE
-
-
-def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:
-    """Weights that have not moved lose as much in any setting."""
-    noise = {"seed_noise": 0.0001, "pair_noise": 1e-6}
-    own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
-
-    def seen(gain: float) -> quality.Equivalence:
-        trials = make.trials({"bf16": (BF16, 0.0)}, gain=gain, **noise)  # type: ignore[arg-type]
-        users = [replace(r, config=replace(r.config, workload=OWN)) for r in trials]
-        return Trials(users).verdict(own, narrow, "code-1")
-
-    short = seen(0.0002)
-    assert short.verdict == NOT_ENOUGH
-    assert short.reason == "the baseline has hardly learned: loss 0.354 to 0.35"
-    assert seen(0.001).verdict == NOT_WORSE
 
 
 def test_planted_harm_is_worse_and_the_default_is_not() -> None:

@@ -18,11 +18,11 @@ from PIL import Image
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
-from ddpm_lab.explain import samples
 from ddpm_lab.measure.alone import MOST_IMAGES, trial_work
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan, Trial
+from ddpm_lab.questions import trained
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
 from ddpm_lab.workload import RankContext
@@ -82,11 +82,11 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
         work=trial_work(trial),
     )
     assert record.status == "ok", record.reason
-    found = samples.fid([record])
+    found = trained.fid_of([record])
     assert found is not None
     assert "reason" not in found
     packed = open_packed(Path(data.data))
-    drawn, real = samples.pixels(record), packed.images[packed.train_indices]
+    drawn, real = trained.pixels(record), packed.images[packed.train_indices]
     expected = closed_formula(features(inception, drawn), features(inception, real))
     assert found["fid"] == pytest.approx(expected, rel=1e-3)
     assert expected > 1

@@ -97,21 +97,6 @@ def test_what_is_unknown_is_not_available_and_never_zero() -> None:
     assert plain(answer(study).table()).count(note) == 1
 
 
-def test_what_slows_a_gpu_down_is_named() -> None:
-    assert ms._throttled([0, 0x1, 0x2]) == "nothing", "idle, or clocks that somebody has set"
-    both = "its power cap in 50 % of windows and its temperature in 100 % of windows"
-    assert ms._throttled([0x24, 0x20]) == both
-
-
-def test_a_profile_tells_the_state_of_its_time_budget() -> None:
-    record = make.time_budget()
-    assert record.profile is not None
-    record.profile["budget"] |= {"others_cores": 0.3, "state": {"cpu_utilisation_percent": 75.0}}
-    found = rows(make.study([record]))
-    assert found["Cores kept busy by other processes"].startswith("0.30 of 2")
-    assert found["CPU utilisation"] == "75 % on average"
-
-
 def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_not() -> None:
     quiet = make.study(make.sets({}, count=2))
     assert ms.warnings(quiet) == ms.warnings(with_others(quiet, None)) == ()
@@ -123,7 +108,7 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
 
 
-@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False), (0.0, False)])
+@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False)])
 def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: bool) -> None:
     one = RunConfig(threads=1)
     study = make.study(make.sets({"bf16": (replace(one, precision="bf16"), 1.3)}, baseline=one))

@@ -13,11 +13,11 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
-from ddpm_lab.explain import trained as learned
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_WORSE
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial, scaled
+from ddpm_lab.questions import trained as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
 from ddpm_lab.training.setting import Setup
 
@@ -198,10 +198,6 @@ def test_the_table_has_a_row_for_each_configuration() -> None:
     assert column(shown, "Configuration") == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
     assert column(shown, "Seeds") == ["8"] * 4
     assert shown[2]["Quality"] == "worse after 8,000 images (8 seeds)"
-    # The loss to be reached is the baseline's after 90 % of its images.
-    for row in (0, 1):
-        assert float(shown[row]["Images to the same loss"].replace(",", "")) == pytest.approx(0.9 * 8_000, rel=0.05)
-    assert learned.images_to_reach(make.trials({}), 0.1) == "not reached (8 of 8 seeds)"
 
 
 def checked(study: Study, error: float) -> Study:
@@ -228,7 +224,7 @@ def test_checks_are_no_rows_and_are_told_where_they_fail(name: str) -> None:
         (shown,) = (rows for caption, rows in answer(study).tables() if caption.startswith("Loss and gradient"))
         assert column(shown, "Configuration") == list(SPEEDS)
     assert repr(answer(sound).finding) == repr(answer(plain).finding)
-    assert "he gradient of bf16 is not as expected" in answer(wrong).finding.claim
+    assert any(note.startswith("Wrong gradient: bf16") for note in answer(wrong).finding.notes)
 
 
 def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:

@@ -317,8 +317,6 @@ def test_it_answers_from_records_and_refuses_mixed_machines(call: Call, tmp_path
     assert not (tmp_path / "recommended.toml").exists(), "records of another machine recommend nothing for this one"
     code, out, err = call("recommend", "--ledger", here, there, "--output-dir", tmp_path)
     assert (code, out, "2 machines" in err) == (2, "", True)
-    code, out, _ = call("recommend", "--ledger", here, there, "--machine", "all", "--output-dir", tmp_path)
-    assert (code, "12 sets" in out) == (0, True)
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence(call: Call, tmp_path: Path) -> None:

@@ -55,13 +55,6 @@ def test_one_set_has_a_ratio_and_no_interval_and_equal_ones_no_doubt() -> None:
     assert stats.geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
 
 
-def test_break_even() -> None:
-    # 100 ms become 80 ms: 20 ms saved a step, so 30 s are earned back in 1,500 steps.
-    assert stats.break_even_steps(30.0, 0.1, 1.25) == pytest.approx(1500)
-    assert stats.break_even_steps(30.0, 0.1, 0.9) == math.inf
-    assert math.isnan(stats.break_even_steps(math.nan, 0.1, 1.25))
-
-
 def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> None:
     known = (30.0, math.nan, math.nan)
     assert stats.quotient_interval(known, (0.02, 0.015, 0.03)) == pytest.approx((1000, 2000))

@@ -12,7 +12,7 @@ from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, tell
 from ddpm_lab.config import PARTS
-from ddpm_lab.explain import subject, table
+from ddpm_lab.explain import table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, read_study
 from ddpm_lab.files import configuration, expanded, read_settings
@@ -77,7 +77,7 @@ def recommend(options: argparse.Namespace) -> int:
 def bottleneck_report(study: Study) -> dict[str, Any]:
     """What limits a step and what to change, as values; ``reports/`` gets a report, if there is a time budget."""
     output = study.output_dir
-    lines, about = question.summary(study), subject.subject(study)
+    lines, about = question.summary(study), question.subject(study)
     if about is None:
         return {"headline": lines[0], "finding": ""}
     pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")

@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import figure_ratios, machine_state, phrases
-from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain import decisions, machine_state, phrases
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.lines import Line
+from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.comparisons import Comparison, comparisons, families
+from ddpm_lab.explain.findings import Finding, qualities
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, one_family, without_constant
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ def speeds(
     return Answer(
         study=study,
         finding=found,
-        figure=lambda: figure_ratios.ratios(study, found, shown),
+        figure=lambda: ratios(study, found, shown),
         table=lambda: speed_table(study, shown, columns, name_family=rows is not None),
         views=views,
     )
@@ -99,7 +104,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
     note = row.reason if row.status != "ok" and not row.mechanism_only else ""
     if row.sets and row.failed_sets:
         note = f"{phrases.plural(row.failed_sets, 'set')} failed: {row.reason}"
-    measured = {
+    cells = {
         "Speed": phrases.ratio_with_interval(row),
         "Verdict": phrases.outcome(row),
         "Images/s": phrases.significant(row.images_per_second),
@@ -111,9 +116,96 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
         "Disturbed sets": str(row.disturbed_sets),
         "Quality": _NONE if row.role in _SELF else row.quality,
     }
-    known = {*measured} if row.sets else {"Verdict", "Disturbed sets", *further}
+    known = {*cells} if row.sets else {"Verdict", "Disturbed sets", *further}
     known |= {"Peak memory"} if row.status == "ok" else set()
-    shown = {name: cell if name in known else _NONE for name, cell in measured.items()}
+    cells = {name: cell if name in known else _NONE for name, cell in cells.items()}
     label = row.label.removesuffix(" again") if row.role == "twin" else row.label
     name = {"Family": row.family, "Configuration": f"{label}{_SELF.get(row.role, '')}"}
-    return {**name, **shown, **phrases.loss(row), "Note": note}
+    return {**name, **cells, **phrases.loss(row), "Note": note}
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+COLOURS = {decisions.FASTER: style.GOOD, decisions.SLOWER: style.BAD}
+MEANING = "Blue: faster; orange: slower; grey: no difference found."
+POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
+
+
+def row(c: Comparison, name: str = "") -> Row:
+    """A comparison as a row: its ratio, or why it has none."""
+    if not c.sets:
+        return Row(name=name or c.label, missing=phrases.failure(c))
+    return Row(
+        name=name or c.label,
+        value=c.ratio.value,
+        low=c.ratio.low,
+        high=c.ratio.high,
+        colour=COLOURS.get(c.verdict, style.OPEN),
+        dots=c.set_ratios if c.sets > 1 else (),
+        text=numbers(c.ratio),
+    )
+
+
+def numbers(ratio: Interval) -> str:
+    """Such as "1.62  (1.55–1.69)"."""
+    return phrases.times(ratio).replace(" (", "  (").replace(" to ", phrases.DASH)
+
+
+def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:
+    """The interval of the baseline against itself; None without one."""
+    return next((r.noise.ends for r in rows if r.noise.exists), None)
+
+
+def _shown(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Comparisons that may appear in a figure of speed."""
+    return [c for c in rows if not c.mechanism_only and c.config.exchange.enabled]
+
+
+def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figure:
+    """Speed of each configuration relative to its baseline: one panel a family, failures as rows with their reason."""
+    panels, every = [], _shown(compared)
+    for rows in families(every):
+        shown = [c for c in rows if c.role == "candidate" or (c.role != "note" and not c.sets)]
+        shown = [c for c in shown if c.role != "twin"] or shown
+        if shown:
+            panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
+    if not panels:
+        return style.message(found.headline, phrases.context(study), found.claim)
+    bases, repeated = {c.baseline_label for c in every}, " Band: the baseline repeated." * any(p.band for p in panels)
+    return forest(
+        panels,
+        title=found.headline,
+        context=phrases.context(study),
+        note=f"{POINTS}{repeated} {phrases.begun(qualities(every))}.",
+        label=f"speed relative to {bases.pop() if len(bases) == 1 else 'the baseline'} (above 1 is faster)",
+    )
+
+
+def timed(
+    rows: Sequence[Comparison], time_of: Callable[..., Interval], x: Callable[[Comparison], float], name: str = ""
+) -> Line:
+    """A family as a line of times against ``x``, each with the interval of its ratio to the baseline."""
+    base = next((c for c in rows if c.role == "baseline"), rows[0])
+    found = [time_of(c, base) for c in rows]
+    low, high = [t.low for t in found], [t.high for t in found]
+    return Line(name=name or rows[0].family, x=[x(c) for c in rows], y=[t.value for t in found], low=low, high=high)
+
+
+def measured(study: Study) -> list[list[Comparison]]:
+    """Families of what has a speed, without the twins."""
+    kept = [[r for r in rows if r.sets and r.role != "twin"] for rows in families(_shown(comparisons(study)))]
+    return [rows for rows in kept if rows]
+
+
+def projection(rows: Sequence[Comparison]) -> tuple[str, Callable[..., Interval]]:
+    """The unit in which the longest time for 50,000 images is read, and a row's time in it, from its baseline's."""
+    longest = max(r.projected_seconds for r in rows)
+    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
+
+    def time_of(c: Comparison, base: Comparison | None = None) -> Interval:
+        if base is None or c is base:
+            return Interval(value=c.projected_seconds / scale)
+        ratio, whole = c.ratio.inverse, base.projected_seconds / scale
+        return Interval(value=whole * ratio.value, low=whole * ratio.low, high=whole * ratio.high)
+
+    return unit, time_of

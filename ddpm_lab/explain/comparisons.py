@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,19 +27,14 @@ COMPARED = ("baseline", TWIN, "candidate", "note")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One configuration of a family beside its baseline.
+    """One configuration of a family beside its baseline; values that do not exist are NaN.
 
     ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
     baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and ``noise`` is the
-    ratio of the family's twin. ``primary`` marks the comparison that the question's answer is about. ``p`` is the
-    p-value, of secondary comparisons adjusted over those of the experiment, and ``level`` what it is held against.
-    ``why`` says where the verdict is not what the interval alone would say. ``disturbed_sets`` did not count, since
-    other processes took the cores that they needed. ``images_per_second`` is the geometric mean over sets of their
-    medians; it has no interval, since the speeds of one session say little about those of another. ``set_seconds`` is
-    what a set takes with baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or
-    its own where none was measured.
-
-    Values that do not exist are NaN: configurations whose mechanism alone was tested have no speed here.
+    ratio of the family's twin. ``p`` is the p-value, of secondary comparisons adjusted over those of the experiment,
+    and ``level`` what it is held against. ``why`` says where the verdict is not what the interval alone would say.
+    ``images_per_second`` is the geometric mean over sets of their medians. ``set_seconds`` is what a set takes with
+    baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or its own without one.
     """
 
     experiment: str
@@ -150,12 +146,12 @@ class Comparison:
 def comparisons(study: Study) -> tuple[Comparison, ...]:
     """One for each configuration of each family: baseline, null twin, candidates, and what failed or was left out."""
     found: list[Comparison] = []
-    # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
-    # its configuration has one of its own.
-    compared = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
-    ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
+    # Parts of the lost scaling are no answers (see lost_scaling); a note on a trial is no row, since its speed has one.
+    rows = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
+    ordered = sorted((r for r in rows if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        found += judged(list(group), study.looks, study.resolution)
+        compared = [c for family in _by_baseline(list(group)) for c in _compare_family(family, study.resolution)]
+        found += _with_verdicts(compared, study.looks)
     trials = quality.Trials.of(study)
     bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
     return tuple(
@@ -174,44 +170,39 @@ def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
     return list(found.values())
 
 
-def judged(records: Sequence[RunRecord], looks: Sequence[RunRecord], resolution: float) -> list[Comparison]:
-    """The families of one experiment, all of roles that are COMPARED, each comparison with its verdict on speed.
-
-    ``looks`` are the answers that the machine has shown, to this question and to all others.
-    """
-    compared = [c for family in _families(records) for c in _family(family, resolution)]
-    primary = [c for c in compared if c.role == "candidate" and c.primary]
+def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Comparison]:
+    """The comparisons of one experiment with their verdicts on speed; ``looks`` are the machine's at all questions."""
+    primary = [[c] for c in compared if c.role == "candidate" and c.primary]
     others = [c for c in compared if c.role == "candidate" and not c.primary]
     found: dict[int, decisions.Decision] = {}
-    for group in (*([c] for c in primary), others):
-        found |= dict(zip(map(id, group), _decided(group, looks), strict=True))
-    return [_called(c, found.get(id(c)), compared) for c in compared]
+    for group in (*primary, *([others] if others else [])):
+        found |= dict(zip(map(id, group), _tested_together(group, looks), strict=True))
+    return [_with_verdict(c, found.get(id(c)), compared) for c in compared]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
+class Shown(NamedTuple):
     """An answer that was shown: the sets that it rested on, and when."""
 
     sets: frozenset[str]
     when: float
 
 
-def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_Shown]:
+def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Shown]:
     """The looks at these comparisons, at no others, in order; without any record of one all sets are one look."""
     every = frozenset(set_id for c in compared for set_id, _ in c.logs)
     by_time: dict[float, set[str]] = {}
     for r in looks:
         if mine := every & set((r.look or {}).get("sets", ())):
             by_time.setdefault(moment(r), set()).update(mine)
-    found: list[_Shown] = []
+    found: list[Shown] = []
     for when in sorted(by_time):
         before = found[-1].sets if found else frozenset()
         if not by_time[when] <= before:
-            found.append(_Shown(before | by_time[when], when))
-    return found or [_Shown(every, math.inf)]
+            found.append(Shown(before | by_time[when], when))
+    return found or [Shown(every, math.inf)]
 
 
-def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
+def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
     answers = shown(group, looks)
     order: list[str] = []
@@ -219,8 +210,7 @@ def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[de
         order += sorted(look.sets.difference(order))
     logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
     spreads = [[_spread(c, looks, look.when) for c in group] for look in answers]
-    resolution = group[0].resolution if group else stats.RESOLUTION
-    return decisions.decided(logs, [len(look.sets) for look in answers], spreads, resolution)
+    return decisions.decided(logs, [len(look.sets) for look in answers], spreads, group[0].resolution)
 
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
@@ -234,7 +224,7 @@ def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spr
     )
 
 
-def _called(c: Comparison, decision: decisions.Decision | None, compared: Sequence[Comparison]) -> Comparison:
+def _with_verdict(c: Comparison, decision: decisions.Decision | None, compared: Sequence[Comparison]) -> Comparison:
     """A comparison with its verdict, and with the reason where that is not what its interval alone would say."""
     if c.mechanism_only:
         return replace(c, verdict=MECHANISM_ONLY)
@@ -264,7 +254,7 @@ def repeats_itself(looks: Sequence[RunRecord]) -> bool:
     )
 
 
-def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Records by family and baseline, under names that tell each family from all others.
 
     A note disappears once its configuration has been measured, by this run or a later one with more time.
@@ -307,8 +297,8 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
     words = []
     for name, (value, others) in mine.differences(other).items():
         if isinstance(value, dict):
-            changed = {k: v for k, v in value.items() if not isinstance(others, dict) or others.get(k) != v}
-            words += [f"{name} {key.replace('_', ' ')} {v}" for key, v in changed.items()]
+            changed = ((k, v) for k, v in value.items() if not isinstance(others, dict) or others.get(k) != v)
+            words += [f"{name} {key.replace('_', ' ')} {v}" for key, v in changed]
         elif name == "data_sha256":
             words.append(f"data {value[:8]}")
         else:
@@ -316,7 +306,7 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
+def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
     """One family, in the order the configurations first appear: baseline, twin, candidates, notes; without verdicts."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     sets: dict[str, list[RunRecord]] = defaultdict(list)
@@ -334,22 +324,19 @@ def _family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]
 
     by_role = {role: {r.set_id: r for r in records if r.role == role and usable(r)} for role in ("baseline", TWIN)}
     base = next((g[-1] for (role, _), g in ordered if role == "baseline"), None)
-    found = [_comparison(group, by_role, base, quiet, resolution) for _, group in ordered]
-    twin = next((c.ratio for c in found if c.role == TWIN), None)
-    if twin is None:
-        return found
+    found = [_compare(group, by_role, base, quiet, resolution) for _, group in ordered]
+    twin = next((c.ratio for c in found if c.role == TWIN), stats.Interval(value=1.0))
     return [replace(c, noise=stats.Interval(value=twin.value, low=twin.low, high=twin.high)) for c in found]
 
 
-def _comparison(
+def _compare(
     group: Sequence[RunRecord],
     by_role: Mapping[str, Mapping[str, RunRecord]],
     base: RunRecord | None,
     quiet: Collection[str],
     resolution: float,
 ) -> Comparison:
-    last = group[-1]
-    mechanism_only = any(r.mechanism_only for r in group)
+    last, mechanism_only = group[-1], any(r.mechanism_only for r in group)
     ok, failed = ([r for r in group if (r.status == "ok") == good] for good in (True, False))
     measured = [] if mechanism_only else [r for r in ok if r.windows]
     speed = [r for r in measured if r.set_id in quiet]

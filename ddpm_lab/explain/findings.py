@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_lab.explain import decisions, machine_state, phrases, quality, trained
+from ddpm_lab.explain import decisions, machine_state, phrases, quality
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import WEAK, WHOLE_QUESTION
+from ddpm_lab.record import gradient_fault
 
 _SUBJECTS = {
     "multi_gpu": ("{label} at batch {batch}", "{base}"),
@@ -20,9 +21,8 @@ _SUBJECTS = {
     "exchange": ("the exchange with {label}", "the {base}"),
     "batch_size": ("{label}", "{base}, image for image"),
 }
-_USUAL_BATCH = dict.fromkeys(("profile", "amp", "workers", "torch_compile", "exchange"), (8, 128))
-_USUAL_BATCH["multi_gpu"] = (16, 128)
-"""Global batch size where none is given, on a CPU and on a GPU."""
+_BATCH_OPTION = dict.fromkeys(("amp", "workers", "torch_compile", "exchange"), "--batch-size")
+_BATCH_OPTION["multi_gpu"] = "--batch-sizes"
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -167,7 +167,7 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
         listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
         listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
         listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
-        trained.unsound(study),
+        unsound(study),
         untrained(study),
         listed(
             f"Lost in {phrases.plural(len({r.set_id for r in lost}), 'set')}",
@@ -176,6 +176,16 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
         machine_state.unknown(study),
         *machine_state.warnings(study),
     )
+
+
+def unsound(study: Study) -> str:
+    """Name the settings whose gradient check failed or found a fault."""
+    told = []
+    for r in study.records:
+        if r.role == "check":
+            answer = (r.quality or {}).get("gradients") or {}
+            told.append((r.label, gradient_fault(answer) if answer else phrases.failed(r.status, r.reason)))
+    return listed("Wrong gradient", (item for item in told if item[1]))
 
 
 def untrained(study: Study) -> str:
@@ -197,6 +207,7 @@ def _nothing_to_compare(
     failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
     unusable = [r for r in bases if not r.sets and not r.mechanism_only]
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
+    last = next((r for r in reversed(study.records) if r.status not in _SOUND), None)
     status, about = FAILED, None
     if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
         status, notes = quality.NOT_MEASURED, (f"{whole.reason}.",)
@@ -211,16 +222,14 @@ def _nothing_to_compare(
     elif hidden:
         status, notes = MECHANISM_ONLY, ()
         headline = f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}"
-    elif (last := next((r for r in reversed(study.records) if r.status not in _SOUND), None)) is not None:
-        # A compile from empty caches, a search, or a twin: none of them is a row.
+    elif last is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
         notes = (f"{phrases.failed(last.status, last.reason)}.", *notes)
         headline = f"Nothing can be compared, since {last.label} failed"
-    elif few is None:
-        status, headline = quality.NOT_MEASURED, "Nothing to compare with the baseline was measured"
     else:
-        status, about, cores = quality.NOT_MEASURED, few, few.config.threads * few.config.node_size
-        free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
-        headline = f"Not measured: {free}, and every candidate needs more"
+        status, about, headline = quality.NOT_MEASURED, few, "Nothing to compare with the baseline was measured"
+        if few is not None:
+            free = phrases.plural(few.config.threads * few.config.node_size, "free core")
+            headline = f"Not measured: with {free} every candidate needs more"
     way_out = command_of(about, own_images=study.own_images) if about else ""
     return replace(plain(study, headline, status, *notes), way_out=way_out)
 
@@ -284,8 +293,7 @@ def _subjects(row: Comparison) -> tuple[str, str]:
 
 
 def _is(row: Comparison) -> str:
-    several = row.experiment == "multi_gpu" and not row.label.startswith("1 ")
-    return "are" if several else "is"
+    return "are" if row.experiment == "multi_gpu" and row.ranks > 1 else "is"
 
 
 def _than(difference: str) -> str:
@@ -330,9 +338,8 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
         words += ["--network", config.network]
     words += ["--data", "DATA"] * (own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
-    usual = _USUAL_BATCH.get(row.experiment)
-    if usual and config.global_batch_size != usual[config.device == "cuda"]:
-        words += [f"--batch-size{'s' * (row.experiment == 'multi_gpu')}", str(config.global_batch_size)]
+    if row.experiment in _BATCH_OPTION:
+        words += [_BATCH_OPTION[row.experiment], str(config.global_batch_size)]
     return " ".join(words)
 
 
@@ -348,21 +355,8 @@ def noise(row: Comparison) -> str:
 
 
 def qualities(rows: Sequence[Comparison]) -> str:
-    """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)".
-
-    A configuration with different verdicts is named with its families.
-    """
-    by_label: dict[str, dict[str, list[str]]] = {}
-    for r in rows:
-        if r.role == "candidate" and r.sets:
-            by_label.setdefault(r.label, {}).setdefault(r.quality, []).append(r.family)
-    told = {
-        f"{label} of {phrases.joined(families)}" if len(said) > 1 else label: verdict
-        for label, said in by_label.items()
-        for verdict, families in said.items()
-    }
-    others = [name for name, verdict in told.items() if verdict == QUALITY]
-    if len(others) == len(told):
-        return f"quality {QUALITY}"
-    text = f"quality: {phrases.joined([f'{name} {verdict}' for name, verdict in told.items() if verdict != QUALITY])}"
-    return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
+    """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)"; of what was tried, with families."""
+    tried = [r for r in rows if r.role == "candidate" and r.sets and r.quality != QUALITY]
+    several = len({r.family for r in tried}) > 1
+    told = dict.fromkeys(f"{r.label}{f' of {r.family}' * several} {r.quality}" for r in tried)
+    return f"quality: {phrases.joined(list(told))}" if told else f"quality {QUALITY}"

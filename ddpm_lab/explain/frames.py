@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
@@ -17,8 +16,6 @@ from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
-ALL_MACHINES = "all"
-"""In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"
 BESIDE_OTHERS = (CLAIMS,)
 """Questions that are shown beside the records of all others."""
@@ -26,7 +23,7 @@ TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
@@ -52,9 +49,8 @@ class Study:
 
     @property
     def hardware(self) -> str:
-        """Name of the machine, or of all whose records are pooled; empty where nothing is recorded."""
-        names = list({r.machine.key: r.machine.name for r in reversed(self.records)}.values())
-        return names[0] if len(names) == 1 else f"{len(names)} machines: {'; '.join(names)}" if names else ""
+        """Name of the machine; empty where nothing is recorded."""
+        return self.records[-1].machine.name if self.records else ""
 
     @property
     def own_images(self) -> bool:
@@ -69,20 +65,8 @@ class Study:
         return " to ".join(dict.fromkeys((*days[:1], *days[-1:])))
 
 
-A = TypeVar("A")
-
-
-def once(answer: Callable[[Study], A]) -> Callable[[Study], A]:
-    """Compute an answer once for each study: figure, table and finding all ask for it."""
-    known: WeakKeyDictionary[Study, A] = WeakKeyDictionary()
-
-    @wraps(answer)
-    def asked(study: Study) -> A:
-        if study not in known:
-            known[study] = answer(study)
-        return known[study]
-
-    return asked
+once = lru_cache(maxsize=16)
+"""Compute an answer once for each study: figure, table and finding all ask for it."""
 
 
 def study(
@@ -96,10 +80,10 @@ def study(
 ) -> Study:
     """Select the records of one ``experiment`` that may be compared; "recommendation" takes those of all experiments.
 
-    ``machine`` is a name, key, or a part of the name that only one machine has; None takes the only machine, and "all"
-    pools the sets of all of them, each compared within itself. With ``run_ids`` only comparisons whose baseline and
-    configuration are among these are kept. ``cohort`` is by default the one measured last. Raises LedgerError where
-    ``machine`` names none or several, or is needed because the records come from several.
+    ``machine`` is a name, key, or a part of the name that only one machine has; None takes the only machine. With
+    ``run_ids`` only comparisons whose baseline and configuration are among these are kept. ``cohort`` is by default the
+    one measured last. Raises LedgerError where ``machine`` names none or several, or is needed because the records come
+    from several.
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
     others = [r for r in told if r.role not in (TRIAL, LOOK)]
@@ -152,19 +136,18 @@ T = TypeVar("T", RunRecord, Head)
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
     """Select the records, or heads of them, that ``study`` shows. Trials and looks come last."""
     found = list(told)
-    mixed = machine == ALL_MACHINES
-    if found and not mixed:
+    if found:
         key = _machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]
     trials, looks = ([r for r in found if r.role == role] for role in (TRIAL, LOOK))
     found = [r for r in found if r.role not in (TRIAL, LOOK)]
     if experiment == RECOMMENDATION:
-        shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None, mixed=mixed)]
+        shown = [r for group in _by_experiment(found) for r in _one_cohort(group)]
     else:
-        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort, mixed=mixed)
+        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
     if experiment in BESIDE_OTHERS:
         others = _by_experiment([r for r in found if r.experiment != experiment])
-        shown = shown + [r for group in others for r in _one_cohort(group, None)]
+        shown = shown + [r for group in others for r in _one_cohort(group)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
     return shown + [r for group in _by_experiment(same) for r in _one_code(group)] + looks
@@ -178,8 +161,7 @@ def _machine_key(records: Sequence[T], wanted: str | None) -> str:
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
     if wanted is None and len(machines) > 1:
-        how = f"choose one by name or key, or {ALL_MACHINES} to pool them"
-        raise LedgerError(f"the records come from {len(machines)} machines: {how}: {listed}")
+        raise LedgerError(f"the records come from {len(machines)} machines: choose one by name or key: {listed}")
     exact = [key for key, m in machines.items() if wanted in (None, key, m.name)]
     fits = exact or [key for key, m in machines.items() if wanted and wanted.lower() in m.name.lower()]
     if len(fits) > 1:
@@ -189,14 +171,14 @@ def _machine_key(records: Sequence[T], wanted: str | None) -> str:
     return fits[0]
 
 
-def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = False) -> list[T]:
-    """Records of one cohort, or, ``mixed``, of all machines with its code, data and plan."""
+def _one_cohort(records: Sequence[T], cohort: Cohort | None = None) -> list[T]:
+    """Records of ``cohort``, or of the one measured last."""
     if not records:
         return []
     if cohort is None:
         # A note alone does not say which measurements are the latest.
         cohort = max([r for r in records if r.role != "note"] or records, key=moment).cohort
-    return [r for r in records if r.cohort[mixed:] == cohort[mixed:]]
+    return [r for r in records if r.cohort == cohort]
 
 
 def read_study(

@@ -25,7 +25,8 @@ _REASONS = {
 }
 """Bits of nvmlClocksThrottleReason that slow a busy GPU down; the others are settings, or say that it was idle."""
 
-Say = Callable[[Sequence[float]], str]
+Quantity = tuple[str, str | list[float], Callable[[Sequence[float]], str]]
+"""Its name, its values or their key in the state of a window, and how they are said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def unknown(study: Study) -> str:
 
 def disturbed_sets(study: Study) -> set[str]:
     """Return the ids of sets that do not count because other processes used their cores."""
-    sets: dict[str, list[RunRecord]] = defaultdict(list)
+    sets = defaultdict(list)
     for r in study.records:
         if r.windows and r.set_id:
             sets[r.set_id].append(r)
@@ -116,17 +117,17 @@ def _cores_used(study: Study) -> list[str]:
 
 def table(study: Study) -> Table:
     """Return one row a quantity; "not available" if nothing could be read."""
-    found, rows = moments(study), list[tuple[str, str]]()
-    if found:
-        rows += _host(study, found)
-        on_gpu = any(m.record.config.device == "cuda" for m in found)
-        none = ("GPU utilisation, clocks, temperature, power and energy", NOT_AVAILABLE)
-        rows += _gpu(found) if on_gpu else [none]
-    several = len({m.record.family for m in found if m.record.role != "twin"}) > 1
+    found = moments(study)
+    rows = _host(study, found) if found else []
+    if any(m.record.config.device == "cuda" for m in found):
+        rows += _said(found, _gpu(found))
+    elif found:
+        rows.append(("GPU utilisation, clocks, temperature, power and energy", NOT_AVAILABLE))
+    shown = [m for m in found if m.record.role != "twin"]
+    several = len({m.record.family for m in shown}) > 1
     named = defaultdict(list)
-    for m in found:
-        if m.record.role != "twin":
-            named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
+    for m in shown:
+        named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
     for name, own in named.items():
         known = ((m.state.get("gpu_power_watts"), m.seconds, m.images) for m in own)
         joules = [watts * seconds / n for watts, seconds, n in known if watts is not None and seconds and n]
@@ -142,28 +143,24 @@ def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
     stolen = [100 * took / seconds / cores for took, seconds in spans if took is not None and seconds]
     others = [m.others_cores for m in found if m.others_cores is not None]
     of = f" of {phrases.memory(total)}" if total else ""
-    sets = {m.record.set_id for m in found if m.record.windows}
-    rows: list[tuple[str, str | list[float], Say]] = [
-        (
-            "Cores kept busy by other processes",
-            others,
-            lambda v: f"{fmean(v):.2f} of {cores} on average, at most {max(v):.2f}",
-        ),
+    taken = f"{{:.2f}} of {cores} on average, at most {{:.2f}}"
+    rows: list[Quantity] = [
+        ("Cores kept busy by other processes", others, lambda v: taken.format(fmean(v), max(v))),
         ("Core time taken by the hypervisor", stolen, lambda v: f"{fmean(v):.1f} % on average, at most {max(v):.1f} %"),
         ("Held back by a CPU quota", "cgroup_throttled_seconds", lambda v: f"{phrases.seconds(sum(v))} in all"),
         ("CPU utilisation", "cpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
         ("Memory of the machine in use", "ram_used_bytes", lambda v: f"at most {phrases.memory(max(v))}{of}"),
     ]
-    lost = f"{len(disturbed_sets(study) & sets)} of {len(sets)}"
-    return [*_said(found, rows), *([("Disturbed sets, which do not count", lost)] if sets else [])]
+    sets = {m.record.set_id for m in found if m.record.windows}
+    lost = ("Disturbed sets, which do not count", f"{len(disturbed_sets(study) & sets)} of {len(sets)}")
+    return [*_said(found, rows), *([lost] if sets else [])]
 
 
-def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
-    least = _known(found, "gpu_clock_min_mhz")
+def _gpu(found: Sequence[Moment]) -> list[Quantity]:
+    least, held = _known(found, "gpu_clock_min_mhz"), _known(found, "gpu_others_bytes")
     at_least = f"{min(least):,.0f} MHz" if least else NOT_AVAILABLE
-    held = _known(found, "gpu_others_bytes")
     memory = phrases.memory(max(held)) if held else NOT_AVAILABLE
-    rows: list[tuple[str, str | list[float], Say]] = [
+    return [
         ("GPU utilisation", "gpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
         ("GPU clock", "gpu_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average, at least {at_least}"),
         ("GPU memory clock", "gpu_memory_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average"),
@@ -172,15 +169,13 @@ def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
         ("Power of a group's GPUs", "gpu_power_watts", lambda v: f"{fmean(v):,.0f} W on average"),
         ("Other processes on the GPU", "gpu_others", lambda v: f"at most {max(v):.0f}, memory {memory}"),
     ]
-    return _said(found, rows)
 
 
 def _known(found: Sequence[Moment], name: str) -> list[float]:
     return [value for m in found if (value := m.state.get(name)) is not None]
 
 
-def _said(found: Sequence[Moment], rows: Sequence[tuple[str, str | list[float], Say]]) -> list[tuple[str, str]]:
-    """Values, or those of a key of the state, in words."""
+def _said(found: Sequence[Moment], rows: Sequence[Quantity]) -> list[tuple[str, str]]:
     known = ((name, _known(found, v) if isinstance(v, str) else v, say) for name, v, say in rows)
     return [(name, say(values) if values else NOT_AVAILABLE) for name, values, say in known]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
@@ -61,8 +61,7 @@ def between(ratio: Interval) -> str:
 
 def times(ratio: Interval, *, what: str = "") -> str:
     """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
-    span = f" ({between(ratio)})" if ratio.exists else ""
-    return f"{ratio.value:.{decimals(ratio)}f}{what}{span}"
+    return f"{ratio.value:.{decimals(ratio)}f}{what}" + (f" ({between(ratio)})" if ratio.exists else "")
 
 
 def ratio(row: Comparison) -> str:
@@ -81,7 +80,6 @@ def evidence(row: Comparison) -> str:
 
 
 def evidence_of(estimate: stats.Estimate) -> str:
-    """The same of an estimate."""
     sets = plural(estimate.sets, "set")
     return f"95 % interval {between(estimate)}, {sets}" if estimate.exists else f"{sets}, no interval"
 
@@ -187,14 +185,11 @@ def context(study: Study, *, batch: bool = True) -> str:
         parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
     parts += [_values(r.data_name for r in shown if r.data_name), study.date]
     if measured := [r for r in shown if r.role == "baseline" and r.windows]:
-        sets = Counter((r.experiment, r.family, r.baseline_id) for r in measured)
-        parts.append(f"{_range(sets.values(), 'set')} of {_range([len(r.windows) for r in measured], 'turn')}")
+        sets = Counter((r.experiment, r.family, r.baseline_id) for r in measured).values()
+        turns = {len(r.windows) for r in measured}
+        ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
+        parts.append(" of ".join(f"{low} to " * (low < high) + plural(high, noun) for low, high, noun in ranges))
     return " \N{MIDDLE DOT} ".join(filter(None, parts))
-
-
-def _range(counts: Collection[int], noun: str) -> str:
-    low, high = min(counts), max(counts)
-    return plural(high, noun) if low == high else f"{low} to {plural(high, noun)}"
 
 
 def outcome(row: Comparison) -> str:

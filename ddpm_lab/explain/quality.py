@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,7 @@ GOOD = (IDENTICAL, NOT_WORSE, SLIGHTLY)
 """Verdicts with which a configuration loses less than the margin, if anything."""
 DECIDED = (*GOOD, WORSE)
 
-LEVEL = 0.90
+EQUIVALENCE_LEVEL = 0.90
 """Of the interval: its upper end beyond the margin is the one-sided test of equivalence at 5 %."""
 LEAST_SEEDS = 5
 """With fewer seeds the difference is shown and no verdict is given: their spread, and so the margin, is not known."""
@@ -117,7 +116,7 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
 
 
 def _half(n: int, spread: float) -> float:
-    return t_quantile(n - 1, (1 + LEVEL) / 2) * spread / math.sqrt(n)
+    return t_quantile(n - 1, (1 + EQUIVALENCE_LEVEL) / 2) * spread / math.sqrt(n)
 
 
 def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
@@ -235,21 +234,6 @@ def curve(record: RunRecord) -> tuple[Array, Array]:
 def extent(record: RunRecord) -> tuple[int, int]:
     """Draws of noise that a trial's held-out losses are of, and its images: losses of other draws are not compared."""
     return int(record.config.option("draws", 0)), int(record.config.option("images", 0))
-
-
-def images_to_reach(record: RunRecord, target: float) -> float:
-    """Images after which a trial's held-out loss was first at most ``target``, between two looks by a straight line.
-
-    Infinite where it never was.
-    """
-    looks = (record.quality or {}).get("held_out") or []
-    if looks and looks[0]["loss"] <= target:
-        return float(looks[0]["images"])
-    for a, b in pairwise(looks):
-        if b["loss"] <= target:
-            share = (a["loss"] - target) / (a["loss"] - b["loss"])
-            return float(a["images"] + share * (b["images"] - a["images"]))
-    return math.inf
 
 
 def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False) -> str:

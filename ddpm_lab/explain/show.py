@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from ddpm_lab.explain import findings, machine_state, operators, phrases
+from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -62,19 +62,19 @@ def finding(answer: Answer) -> None:
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     facts = {name: value for name, value in facts.items() if value}
-    head = [f"**{literal(found.headline)}**", *filter(None, [literal(found.evidence)]), ""]
-    items = [*map(literal, found.notes), *(f"**{name}:** {literal(value)}" for name, value in facts.items())]
-    marked = "\n\n".join(head) + "\n".join(f"- {item}" for item in items)
-    items = [*found.notes, *(f"{name}: {value}" for name, value in facts.items())]
-    plain = "\n".join([*filter(None, (found.headline, found.evidence)), "", *(f"- {item}" for item in items)])
-    _display({"text/markdown": marked, "text/plain": plain}, {METADATA: values})
+    shown = {}
+    for kind, text, bold, gap in (("text/markdown", literal, "**", "\n\n"), ("text/plain", str, "", "\n")):
+        head = [f"{bold}{text(found.headline)}{bold}", *([text(found.evidence)] if found.evidence else [])]
+        items = [*map(text, found.notes), *(f"{bold}{name}:{bold} {text(value)}" for name, value in facts.items())]
+        shown[kind] = gap.join(head) + "\n\n" + "\n".join(f"- {item}" for item in items)
+    _display(shown, {METADATA: values})
 
 
 def more(answer: Answer) -> None:
     """Show the further figures and tables of an answer, each under a line that says what it shows; name its traces."""
     further, numbers = answer.figures(), answer.tables()
-    record = operators.latest_profile(answer.study.records)
-    paths = [Path("trace_output", name) for name in (record.profile or {}).get("traces", ())] if record else []
+    profile = next((r.profile for r in reversed(answer.study.records) if r.profile), {})
+    paths = [Path("trace_output", name) for name in profile.get("traces", ())]
     traces = ", ".join(f"`{path}`" for path in paths if (answer.study.output_dir / path).is_file())
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})

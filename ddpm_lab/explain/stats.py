@@ -196,15 +196,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval: NaN for a single value, and corrected (Bonferroni) for ``comparisons``."""
-    array = np.asarray(values, dtype=float)
-    n, mean = len(array), float(array.mean())
-    if n < 2:
-        return mean, math.nan
-    return mean, t_quantile(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * float(array.std(ddof=1)) / math.sqrt(n)
-
-
 def quotient_interval(
     numerator: tuple[float, float, float], denominator: tuple[float, float, float]
 ) -> tuple[float, float]:
@@ -223,14 +214,3 @@ def quotient_interval(
         return low, math.inf
     scale = b_low * (2 * b - b_low)
     return low, (a * b + math.sqrt(max(0.0, (a * b) ** 2 - above * scale))) / scale
-
-
-def break_even_steps(cost_seconds: float, baseline_step_seconds: float, ratio: float) -> float:
-    """Steps after which a one-time cost is earned back: cost / (baseline step - step), step = baseline step / ratio.
-
-    Infinite where the configuration is not faster (ratio <= 1), NaN where a value is unknown.
-    """
-    if any(map(math.isnan, (cost_seconds, baseline_step_seconds, ratio))):
-        return math.nan
-    saved = baseline_step_seconds * (1 - 1 / ratio)
-    return cost_seconds / saved if saved > 0 else math.inf

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from ddpm_lab.explain import figure_ratios
-from ddpm_lab.explain.answer import Answer, View, speeds
+from typing import TYPE_CHECKING
+
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.answer import COLOURS, MEANING, Answer, View, measured, projection, speeds
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)
 
@@ -44,5 +52,28 @@ def amp(
 def answer(study: Study) -> Answer:
     """Compare the speed of each format with fp32."""
     caption = "Time for 50,000 images in each precision."
-    times = View(caption=caption, name="time", figure=lambda: figure_ratios.times(study))
+    times = View(caption=caption, name="time", figure=lambda: times_figure(study))
     return speeds(study, compared(study), views=(times, *trained_views(study)))
+
+
+def times_figure(study: Study) -> Figure | None:
+    """Time for 50,000 images as bars: each baseline's, and the others' by their ratios to it; None without any."""
+    shown = measured(study)
+    if not shown:
+        return None
+    unit, time_of = projection([c for rows in shown for c in rows])
+    panels = []
+    for rows in shown:
+        base, bars_of = next((c for c in rows if c.role == "baseline"), rows[0]), []
+        for c in rows:
+            time, colour = time_of(c, base), style.SOFT if c is base else COLOURS.get(c.verdict, style.OPEN)
+            text = phrases.significant(time.value)
+            bars_of.append(Row(name=c.label, value=time.value, low=time.low, high=time.high, colour=colour, text=text))
+        panels.append(Panel(heading=rows[0].family, rows=bars_of))
+    return bars(
+        panels,
+        title="Time for 50,000 images",
+        context=phrases.context(study),
+        label=f"{unit} (projected from timed steps)",
+        note=f"The baseline's time divided by each ratio, with its 95 % interval over sets. {MEANING}",
+    )

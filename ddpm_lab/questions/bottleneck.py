@@ -6,7 +6,7 @@ import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,22 +14,22 @@ from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
-from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import findings, limits, machine_state, pages, phrases, quality
+from ddpm_lab.explain import findings, machine_state, pages, phrases, quality
 from ddpm_lab.explain import table as tables
-from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
-from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions import torch_compile
+from ddpm_lab.questions import roofline, torch_compile
+from ddpm_lab.questions import time_budget as bd
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
 from ddpm_lab.questions.changes import table as changes_table
+from ddpm_lab.questions.time_budget import TARGETS, Budget
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 QUESTION = Question(title="What should be changed next?", file="bottleneck")
@@ -159,6 +159,39 @@ def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[s
         with contextlib.suppress(ConfigError):
             others[name] = replace(config, **settings)
     return {name: other for name, other in others.items() if other != config}
+
+
+# --- the configuration in question ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The configuration in question: its profile with a time budget, and its speed where sets measured it."""
+
+    config: RunConfig
+    profile: RunRecord
+    taken: Budget
+    speed: Comparison | None
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of its step: over sets, or where there are none, those of the time budget."""
+        return self.speed.step_seconds if self.speed else self.taken.running.step_seconds
+
+
+def subject(study: Study) -> Subject | None:
+    """What a study's latest time budget is about; one that was taken for this question goes first."""
+    found = [(r, taken) for r in study.records if r.role == "profile" and (taken := bd.budget(r)) is not None]
+    if not found:
+        return None
+    of = {r.experiment for r, _ in found}
+    wanted = next((name for name in ("bottleneck", "profile") if name in of), found[-1][0].experiment)
+    record, taken = next(pair for pair in reversed(found) if pair[0].experiment == wanted)
+    config = replace(record.config, purpose="timing")
+    same = ("baseline", config.run_id, record.code_version)
+    speeds = [r for r in comparisons(study) if r.sets and (r.role, r.run_id, r.code_version) == same]
+    speed = max(speeds, key=lambda r: r.sets, default=None)
+    return Subject(config=config, profile=record, taken=taken, speed=speed)
 
 
 # --- changes, by what was measured of them ----------------------------------------------------------------------------
@@ -381,7 +414,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak = roofline(study, about)
     met = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
@@ -396,7 +428,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         phases=tables.markdown(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
-        roofline=limits.sentence_of(peak) if peak else "",
+        roofline=roofline.sentence(study, about.speed),
         pictures=pictures,
         ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),

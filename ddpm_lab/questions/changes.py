@@ -16,11 +16,11 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import decisions, phrases, quality, stats
-from ddpm_lab.explain.bands import S002
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
+from ddpm_lab.questions.time_budget import TARGETS
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
@@ -66,7 +66,7 @@ class Change:
     @property
     def impact(self) -> str:
         """High, medium or low by the lower end of the interval; unknown unless it is faster."""
-        return S002.impact(self.low) if self.status == FASTER else "unknown"
+        return TARGETS.impact(self.low) if self.status == FASTER else "unknown"
 
     @property
     def rank(self) -> tuple[int, float]:

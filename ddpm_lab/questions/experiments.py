@@ -138,9 +138,8 @@ def recommendation(
 
     ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
     all questions came to. ``full`` first measures the largest batch that fits. What is recommended is written into
-    ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where
-    that is asked for. ``workload`` is a training of the user's in place of the lab's own; the other settings, and the
-    errors, are those of ``recommend.recommend``.
+    ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured. ``workload`` is a training of the
+    user's in place of the lab's own; the other settings, and the errors, are those of ``recommend.recommend``.
     """
     choice("preset", preset, PRESETS)
     output, reads = output_folder(output_dir), ledger is not None or machine is not None

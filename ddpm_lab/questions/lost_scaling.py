@@ -16,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ddpm_lab import plan
 from ddpm_lab.config import ExchangeConfig
-from ddpm_lab.explain import decisions, phrases, stats, straggler
+from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain.answer import MEANING
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
-from ddpm_lab.explain.figure_ratios import MEANING
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import Family
@@ -161,7 +163,7 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
     unit = phrases.plural(n, "rank" if cpu else "GPU")
     times = [_times(found) for found in sets]
     alone = [found[plan.ALL_OFF] for found in sets if plan.ALL_OFF in found]
-    for t, share in zip((t for t in times if plan.ALL_OFF in t), straggler.excess_shares(alone), strict=True):
+    for t, share in zip((t for t in times if plan.ALL_OFF in t), excess_shares(alone), strict=True):
         t[_WAIT] = share * t[plan.ALL_OFF]
     terms = _terms(many, n, cpu=cpu)
     total, loss = _sum(*(counted for *_, counted in terms)), {many: 1, plan.ONE_RANK: -1 / n}
@@ -178,7 +180,7 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
         doubt = MECHANISM_ONLY
     elif 0 < measured.sets < decisions.LEAST_SETS:
         doubt = f"{phrases.plural(measured.sets, 'set')} only: a claim needs {decisions.LEAST_SETS}"
-    slowest = "" if doubt else straggler.named(alone)
+    slowest = "" if doubt else slowest_rank(alone)
     parts = []
     for name, how, counted in terms:
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
@@ -246,7 +248,9 @@ def _part(times: Sequence[Times], name: str, how: str, counted: Times, choices: 
     known = [s for t in whole if math.isfinite(s := sum(factor * t[label] for label, factor in counted.items()))]
     if not known:
         return Part(name=name, how=how, value=math.nan)
-    mean, half = stats.mean_and_half(known, choices)
+    mean, n, half = statistics.fmean(known), len(known), math.nan
+    if n > 1:
+        half = stats.t_quantile(n - 1, 1 - (1 - stats.LEVEL) / 2 / choices) * statistics.stdev(known) / math.sqrt(n)
     return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=len(known))
 
 
@@ -260,7 +264,64 @@ def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
     return ""
 
 
-# --- table, figure ----------------------------------------------------------------------------------------------------
+# --- the slowest rank -------------------------------------------------------------------------------------------------
+
+
+def excess_shares(records: Sequence[RunRecord]) -> list[float]:
+    """How much longer than the mean of the others the slowest rank takes in each set, as a share of the longest.
+
+    ``records`` are of one configuration without exchange, one a set. Whichever rank is slowest in a set is partly so by
+    chance, so the other sets say which it is: NaN where there are none, and 0 on average for identical ranks.
+    """
+    if len(records) < 2:
+        return [math.nan] * len(records)
+    own, others, logs = _rank_seconds(records)
+    slowest = (logs.sum(axis=0) - logs).argmax(axis=1, keepdims=True)
+    excess = np.take_along_axis(own - others, slowest, axis=1)[:, 0]
+    return [float(share) for share in excess / own.max(axis=1)]
+
+
+def slowest_rank(records: Sequence[RunRecord]) -> str:
+    """Such as "rank 12 on cuda:4 of host 2"; empty where no rank is shown to be slower than the others.
+
+    Student's t over sets of ln(its seconds / the mean of the others'), with Bonferroni's correction over ranks.
+    """
+    if len(records) < decisions.LEAST_SETS:
+        return ""
+    logs = _rank_seconds(records)[-1]
+    rank = int(logs.mean(axis=0).argmax())
+    found = stats.estimate(logs[:, rank])
+    slower = found.value > 1 and logs.shape[1] * found.p < 1 - stats.LEVEL
+    return f"rank {rank}{_place(rank, records)}" if slower else ""
+
+
+def _rank_seconds(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Array, stats.Array]:
+    """Seconds of a step by set and rank, those of the others in the mean, and the logarithm of their ratio.
+
+    A rank's own seconds are from the barrier before a window to its own end: the median over turns.
+    """
+    turns = [[np.array(w.rank_seconds) / w.steps for w in r.windows] for r in records]
+    own = np.array([np.median(of_set, axis=0) for of_set in turns])
+    others = (own.sum(axis=1, keepdims=True) - own) / (own.shape[1] - 1)
+    return own, others, np.log(own / others)
+
+
+def _place(rank: int, records: Sequence[RunRecord]) -> str:
+    """Such as " on cuda:4 of host 2", where it was the same in every set; else empty."""
+    hosts: dict[str, int] = {}
+    places = set()
+    for record in records:
+        host_of = {own["rank"]: own["host"] for own in record.witness.get("ranks") or [] if own.get("host")}
+        for host in host_of.values():
+            hosts.setdefault(host, len(hosts) + 1)
+        device = next((own.device for own in record.ranks if own.rank == rank), "")
+        words = [device] if device.startswith("cuda") else []
+        words += [f"host {hosts[host_of[rank]]}"] if rank in host_of and record.config.nodes > 1 else []
+        places.add(" of ".join(words))
+    return f" on {place}" if len(places) == 1 and (place := places.pop()) else ""
+
+
+# --- table, figure ------------------------------------------------------------------------------------------
 
 
 def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:

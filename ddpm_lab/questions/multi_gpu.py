@@ -13,12 +13,11 @@ from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import decisions, findings, machine_state, phrases
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.measure import hardware

@@ -12,18 +12,18 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, findings, limits, machine_state, phrases
-from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
+from ddpm_lab.explain import decisions, findings, machine_state, phrases
+from ddpm_lab.explain.answer import MEANING, Answer, View, band, speed_table, speeds
+from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.figure_ratios import MEANING, band
-from ddpm_lab.explain.figure_ratios import row as ratio_row
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, common_notes, compared, plain
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
+from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
@@ -222,7 +222,7 @@ def answer(study: Study) -> Answer:
     found, base = _finding(study), this_trainer(study)
     shown = speeds(study, found)
     worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
-    parts = "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it."
+    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
     views = (
         View(caption=worth, name="levers", figure=lambda: levers_figure(study), table=lambda: speed_table(study, rows)),

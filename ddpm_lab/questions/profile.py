@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.explain import budget, operators, phrases
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.budget import Budget, Line
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.operators import Operator
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Question
+from ddpm_lab.questions import time_budget as budget
+from ddpm_lab.questions.time_budget import Budget, Line, Operator
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
@@ -52,10 +52,10 @@ def profile(
 
 def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
-    record = operators.latest_profile(study.records)
+    record = budget.latest_profile(study.records)
     if record is None:
         return _shown(study, _nothing(study))
-    taken, known = budget.budget(record), operators.operators(record)
+    taken, known = budget.budget(record), budget.operators(record)
     if taken is None and not known:
         return _shown(study, plain(study, "The profile holds no operator time", FAILED))
     context = phrases.context(replace(study, records=(record,)))
@@ -64,8 +64,7 @@ def answer(study: Study) -> Answer:
         return _operators_figure(f"{context}{style.SEPARATOR}{record.family}", record)
 
     if taken is None:
-        headline, text = operators.shares(record)
-        found = replace(plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
+        found = replace(plain(study, budget.operator_headline(record), ANSWERED), verdict="profiled")
         return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
@@ -103,20 +102,19 @@ _TOP_OPERATORS = 12
 
 def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
-    steps, found = _steps(record), operators.operators(record)
-    rows = [(op.name, op.kind, op.calls, op.seconds, op.share) for op in found[:_TOP_OPERATORS]]
+    steps, found = _steps(record), budget.operators(record)
     if rest := found[_TOP_OPERATORS:]:
-        calls, seconds, share = (sum(getattr(op, name) for op in rest) for name in ("calls", "seconds", "share"))
-        rows.append((phrases.plural(len(rest), "other operator"), "", calls, seconds, share))
+        others = budget.in_all(phrases.plural(len(rest), "other operator"), "", rest)
+        found = [*found[:_TOP_OPERATORS], others]
     return [
         {
-            "Operator": name,
-            "Class": kind,
-            "Calls per step": f"{calls / steps:,.0f}",
-            "Exclusive time per step, under the profiler": phrases.seconds(seconds / steps),
-            "Share": f"{100 * share:.1f} %",
+            "Operator": op.name,
+            "Class": op.kind,
+            "Calls per step": f"{op.calls / steps:,.0f}",
+            "Exclusive time per step, under the profiler": phrases.seconds(op.seconds / steps),
+            "Share": f"{100 * op.share:.1f} %",
         }
-        for name, kind, calls, seconds, share in rows
+        for op in found
     ]
 
 
@@ -180,9 +178,9 @@ def _beside(found: Budget) -> list[tuple[str, float]]:
 
 
 def _operators_figure(context: str, record: RunRecord) -> Figure:
-    classes, top, steps = operators.classes(record), operators.operators(record)[:_DRAWN_OPERATORS], _steps(record)
+    classes, top, steps = budget.operator_classes(record), budget.operators(record)[:_DRAWN_OPERATORS], _steps(record)
     colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
-    colours[operators.OTHER] = style.FAINT
+    colours[budget.OTHER] = style.FAINT
 
     def row(op: Operator) -> Row:
         calls = phrases.plural(style.number(op.calls / steps), "call")
@@ -190,13 +188,13 @@ def _operators_figure(context: str, record: RunRecord) -> Figure:
         return Row(name=_short(op.name), value=100 * op.share, colour=colours[op.kind], text=text)
 
     longest = f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator"
-    kind = "device" if operators.on_device(record) else "CPU"
+    kind = "device" if budget.on_device(record) else "CPU"
     return bars(
         [
             Panel(heading="Classes of operators", rows=[*map(row, classes)]),
             Panel(heading=longest, rows=[*map(row, top)]),
         ],
-        title=operators.shares(record)[0],
+        title=budget.operator_headline(record),
         context=f"{context}{style.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "

@@ -14,18 +14,18 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, machine_state, phrases, samples, trained
+from ddpm_lab.explain import decisions, machine_state, phrases
 from ddpm_lab.explain import quality as verdicts
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.answer import Answer, View, band, speeds
+from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.figure_ratios import band
-from ddpm_lab.explain.figure_ratios import row as ratio_row
-from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, unsound, untrained
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial, scaled
+from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
@@ -298,10 +298,10 @@ def _family(study: Study) -> list[Comparison]:
 def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
     short, lead = _headline(family[1:])
     known, shown = _fids(family), {r.family for r in family}
-    fid = f"FID {samples.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
+    fid = f"FID {trained.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
     others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
     elsewhere = f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}."
-    notes = (trained.unsound(study), untrained(study), *machine_state.warnings(study), elsewhere * bool(others), fid)
+    notes = (unsound(study), untrained(study), *machine_state.warnings(study), elsewhere * bool(others), fid)
     found = about(study, lead, short, *notes, evidence=_method(family))
     tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
     status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
@@ -325,16 +325,9 @@ def _checks(study: Study) -> View:
     return View(caption=caption, table=lambda: trained.check_table(study))
 
 
-def _trials_of(family: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
-    """The trials of a row that verdicts rest on, in the order of their seeds."""
-    if row.role == "baseline":
-        return trained.baseline_trials(family)
-    return [b for _, b in trained.pairs_of(row, trained.extent_of(family))]
-
-
 def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
     """The FIDs that were asked for, by label, the baseline's first."""
-    return [(r.label, found) for r in family if (found := samples.fid(_trials_of(family, r)))]
+    return [(r.label, found) for r in family if (found := trained.fid_of(trained.trials_of(family, r)))]
 
 
 def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
@@ -400,7 +393,7 @@ def samples_figure(study: Study) -> Figure | None:
     if not shown:
         return None
     first = shown[0][1]
-    told, rows = samples.drawn(first), [(heading, _row(record)) for heading, record in shown]
+    told, rows = trained.drawn(first), [(heading, _row(record)) for heading, record in shown]
     height = sum(_HEADING + row.shape[0] / style.DPI for _, row in rows) + 0.1
     note = f"""{phrases.plural(told["images"], "image")} of each configuration's averaged weights, trained on
         {int(first.config.option("images", 0)):,} images with seed {first.config.seed}; {told["sampler"].upper()},
@@ -423,23 +416,23 @@ def samples_figure(study: Study) -> Figure | None:
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
     family, found = _family(study), []
-    drew = [r for row in family[:1] for r in _trials_of(family, row) if samples.drawn(r)]
-    how = {k: v for k, v in samples.drawn(drew[0]).items() if k != "png"} if drew else {}
+    drew = [r for row in family[:1] for r in trained.trials_of(family, row) if trained.drawn(r)]
+    how = {k: v for k, v in trained.drawn(drew[0]).items() if k != "png"} if drew else {}
     for row in family if drew else ():
         verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
-        for record in _trials_of(family, row):
+        for record in trained.trials_of(family, row):
             # Equal numbers, seed and sampler, and so equal noise.
-            if {k: v for k, v in samples.drawn(record).items() if k != "png"} == how:
-                fid = samples.fid([record])
+            if {k: v for k, v in trained.drawn(record).items() if k != "png"} == how:
+                fid = trained.fid_of([record])
                 words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
-                words += [f"FID {samples.fid_words(fid)}"] if fid else []
+                words += [f"FID {trained.fid_words(fid)}"] if fid else []
                 found.append((f"{row.label}: {', '.join(words)}", record))
     return found
 
 
-def _row(record: RunRecord) -> samples.Pixels:
+def _row(record: RunRecord) -> trained.Pixels:
     """A trial's images beside each other, magnified by a whole number."""
-    images = samples.pixels(record)
+    images = trained.pixels(record)
     count, side = images.shape[:2]
     room = round((style.WIDTH - 2 * _EDGE) * style.DPI) - _GAP * (count - 1)
     times = max(1, min(room // (count * side), _LARGEST // side))

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_lab import files
-from ddpm_lab.explain import decisions, figure_ratios, findings, machine_state, phrases, quality, stats
+from ddpm_lab.explain import answer as shared
+from ddpm_lab.explain import decisions, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -95,12 +96,12 @@ def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> 
         return style.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
     drawn = [*changes.together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
-    named = [figure_ratios.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in drawn]
+    named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in drawn]
     return forest(
         [Panel(rows=named, reference=1)],
         title=said.headline,
         context=phrases.context(study),
-        note=f"In brackets: what it is compared with, in the same sets. {figure_ratios.POINTS}",
+        note=f"In brackets: what it is compared with, in the same sets. {shared.POINTS}",
         label="speed relative to the baseline (above 1 is faster)",
     )
 
@@ -280,7 +281,7 @@ def steps_figure(found: Recommendation) -> Figure:
     rows = []
     for i, (last, s) in enumerate(pairwise(found.steps), 1):
         used = i <= found.count or not found.count
-        colour = figure_ratios.COLOURS.get(s.gain.verdict, style.OPEN) if used else style.OPEN
+        colour = shared.COLOURS.get(s.gain.verdict, style.OPEN) if used else style.OPEN
         rows.append(_bar(f"+ {s.label}", s.row, last.row.ratio.value, colour))
     if found.count > 1:
         rows.append(_bar("recommended", found.best.row, 1.0, style.SOFT))
@@ -297,7 +298,7 @@ def steps_figure(found: Recommendation) -> Figure:
 
 
 def _bar(name: str, c: Comparison, start: float, colour: str) -> Row:
-    return replace(figure_ratios.row(c, name), start=start, colour=colour, dots=())
+    return replace(shared.row(c, name), start=start, colour=colour, dots=())
 
 
 def tried_table(found: Recommendation) -> Table:

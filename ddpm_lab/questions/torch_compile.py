@@ -105,7 +105,8 @@ def break_even(study: Study, row: Comparison) -> BreakEven:
     ends = (math.inf, math.inf) if cold and not math.isnan(saved_low) else (math.nan, math.nan)
     if saved > 0 and ends == (math.inf, math.inf):
         ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
-    steps = stats.break_even_steps(cost.value, step, row.ratio.value)
+    known = not math.isnan(cost.value + saved)
+    steps = math.nan if not known else cost.value / saved if saved > 0 else math.inf
     return BreakEven(cost=cost, measurements=len(cold), steps=steps, steps_low=ends[0], steps_high=ends[1])
 
 

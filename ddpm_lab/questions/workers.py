@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import DDPM, LOADER_ALONE
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import figure_ratios
-from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
+from ddpm_lab.explain.charts.lines import Plot, lines
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")
 
@@ -73,5 +77,28 @@ def _workers_label(count: int) -> str:
 def answer(study: Study) -> Answer:
     """Compare the speed with each number of workers, training and loading alone."""
     caption = "Time for 50,000 images against the number of loader workers."
-    times = View(caption=caption, name="time", figure=lambda: figure_ratios.by_workers(study))
+    times = View(caption=caption, name="time", figure=lambda: by_workers(study))
     return speeds(study, compared(study), views=(times,))
+
+
+def by_workers(study: Study) -> Figure | None:
+    """Time for 50,000 images against the loader workers, training and the loader alone; None below three numbers."""
+    shown = [sorted(rows, key=lambda c: c.config.loader_workers) for rows in measured(study)]
+    shown = [rows for rows in shown if len({c.config.loader_workers for c in rows}) > 2]
+    plots = []
+    for alone in (False, True):
+        kept = [rows for rows in shown if rows[0].loader_alone == alone]
+        if kept:
+            unit, time_of = projection([c for rows in kept for c in rows])
+            ticks = sorted({c.config.loader_workers for rows in kept for c in rows})
+            heading = "The loader alone" if alone else "Training"
+            series = [timed(rows, time_of, lambda c: c.config.loader_workers) for rows in kept]
+            plots.append(Plot(lines=series, heading=heading, x_label="loader workers", y_label=unit, ticks=ticks))
+    if not plots:
+        return None
+    return lines(
+        plots,
+        title="Time for 50,000 images against loader workers",
+        context=phrases.context(study),
+        note="A projection from timed steps; upright lines: 95 % interval of the ratio to the baseline.",
+    )

@@ -1,7 +1,9 @@
-"""What configurations learned in trials: losses over images, images to the same loss, and gradient checks."""
+"""What configurations learned in trials: losses over images, what they draw, FIDs and gradient checks."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from ddpm_lab.explain import phrases, quality, samples
+from ddpm_lab.explain import phrases, quality
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
@@ -30,11 +33,13 @@ _COLOURS = dict.fromkeys(quality.GOOD, style.GOOD) | {quality.WORSE: style.BAD}
 MEANING = "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
 _LOSS = "held-out loss, less the baseline's"
 _POINTS = 50
-TARGET_SHARE = 0.9
-"""The target is the loss that the baseline has reached on average after this share of its images."""
+LEAST_IMAGES = 2_049
+"""Images with which the covariance of Inception's 2,048 features can have its full rank."""
+FEW = f"with fewer than {LEAST_IMAGES:,} images the covariance is singular, and the FID too rough to compare"
 
 Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
+Pixels = npt.NDArray[np.uint8]
 
 
 def families(study: Study) -> list[list[Comparison]]:
@@ -64,6 +69,11 @@ def baseline_trials(rows: Sequence[Comparison]) -> list[RunRecord]:
     extent = extent_of(rows)
     by_seed = {a.config.seed: a for r in rows for a, _ in pairs_of(r, extent)}
     return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def trials_of(rows: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
+    """The trials of one of ``rows`` that verdicts rest on, in the order of their seeds."""
+    return baseline_trials(rows) if row.role == "baseline" else [b for _, b in pairs_of(row, extent_of(rows))]
 
 
 def held_out(records: Sequence[RunRecord], at: Array) -> Array:
@@ -101,26 +111,14 @@ def tried(study: Study, rows: Sequence[Comparison]) -> list[Comparison]:
     return found
 
 
-def images_to_reach(records: Sequence[RunRecord], loss: float) -> str:
-    """Images that trials needed to a held-out ``loss``, the mean over seeds, such as "6,810".
-
-    "not reached (3 of 8 seeds)" where some of them never did; a dash without trials.
-    """
-    needed = np.array([quality.images_to_reach(r, loss) for r in records])
-    if lost := int(np.isinf(needed).sum()):
-        return f"not reached ({lost} of {phrases.plural(len(records), 'seed')})"
-    return f"{needed.mean():,.0f}" if len(needed) else phrases.DASH
-
-
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
-    """One row a configuration: speed, quality, held-out loss, and the images to the loss that the baseline reaches."""
-    extent, base, shown = extent_of(family), baseline_trials(family), []
-    aim = float(held_out(base, np.array([TARGET_SHARE * extent[1]])).mean()) if base else math.nan
+    """One row a configuration: speed, quality, and held-out loss."""
+    extent, shown = extent_of(family), []
     for row in family:
         lead = row.role == "baseline"
-        records = base if lead else [b for _, b in pairs_of(row, extent)]
+        records = trials_of(family, row)
         final = held_out(records, np.array([extent[1]])).mean() if records else math.nan
-        distance = samples.fid(records)
+        distance = fid_of(records)
         shown.append(
             {
                 "Configuration": f"{row.label} (baseline)" if lead else row.label,
@@ -128,40 +126,29 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
                 "Verdict on speed": phrases.outcome(row),
                 "Quality": "baseline" if lead else row.quality,
                 "Held-out loss": f"{final:.4f}" if records else _NONE,
-                **({"FID": samples.fid_words(distance) if distance else _NONE} if fid else {}),
+                **({"FID": fid_words(distance) if distance else _NONE} if fid else {}),
                 **phrases.loss(row),
-                "Images to the same loss": images_to_reach(records, aim),
                 "Seeds": str(len(records)),
             }
         )
     return shown
 
 
-def unsound(study: Study) -> str:
-    """A sentence on settings whose gradient check failed or found a fault; empty without any."""
-    told = []
-    for r, answer in _checks(study):
-        if not answer:
-            told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
-        elif fault := gradient_fault(answer):
-            told.append(f"the gradient of {r.label} is not as expected: {fault}")
-    return f"{phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
-
-
-def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
-    """The gradient checks of a study, each with its answer, empty where it has none."""
-    return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
-
-
 def check_table(study: Study) -> Table:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
-    for r, answer in _checks(study):
-        verdict = phrases.failed(r.status, r.reason) if not answer else gradient_fault(answer) or "as expected"
-        cells = {"Family": r.family, "Configuration": r.label, "Verdict": verdict}
-        if answer:
-            worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
-            cells |= {
+    for r in study.records:
+        if r.role != "check":
+            continue
+        answer = (r.quality or {}).get("gradients") or {}
+        worst = answer.get("worst", {})
+        layer = worst.get("worst_layer") or {}
+        fault = gradient_fault(answer) if answer else phrases.failed(r.status, r.reason)
+        shown.append(
+            {
+                "Family": r.family,
+                "Configuration": r.label,
+                "Verdict": fault or "as expected",
                 "Loss off by": _share(worst.get("loss_error")),
                 "Gradient off by": _share(worst.get("gradient_error")),
                 "Cosine": f"{worst['cosine']:.6f}" if worst.get("cosine") is not None else _NONE,
@@ -169,13 +156,54 @@ def check_table(study: Study) -> Table:
                 "Not finite": str(worst.get("nonfinite", _NONE)),
                 "Skipped steps": str(worst.get("skipped", _NONE)),
             }
-        shown.append(cells)
-    columns = dict.fromkeys(name for row in shown for name in row)
-    return one_family([{name: row.get(name, _NONE) for name in columns} for row in shown])
+        )
+    return one_family(shown)
 
 
 def _share(error: float | None) -> str:
     return _NONE if error is None else f"{error:.1e}"
+
+
+# --- images and FIDs --------------------------------------------------------------------------------------------------
+
+
+def drawn(record: RunRecord) -> Mapping[str, Any]:
+    """What a record says of the images that its trial drew; empty where it drew none."""
+    found: Mapping[str, Any] = (record.quality or {}).get("samples") or {}
+    return found
+
+
+def pixels(record: RunRecord) -> Pixels:
+    """The images (N, S, S, 3) that a trial drew, which are kept in one row."""
+    row = np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(drawn(record)["png"]))).convert("RGB"))
+    side = row.shape[0]
+    return row.reshape(side, -1, side, 3).swapaxes(0, 1)
+
+
+def fid_of(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
+    """The FID of one of these trials, with its counts, or the reason why it failed; None where none was asked for."""
+    asked = (((r.quality or {}).get("fid") or {}) for r in records)
+    return next((found for found in asked if found), None)
+
+
+def fid_words(found: Mapping[str, Any]) -> str:
+    """A FID with the number of images it is of: ``12.3 (2,500 images)``."""
+    if "fid" not in found:
+        return "failed"
+    few = ", too few" if found["images"] < LEAST_IMAGES else ""
+    return f"{found['fid']:.{1 if found['fid'] >= 10 else 2}f} ({found['images']:,} images{few})"
+
+
+def fid_method(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """How FIDs by label were measured, why any failed, and whether they are of too few images."""
+    first = known[0][1]
+    text = f"against as many training images, with the first seed, by DDIM in {first['steps']} steps; "
+    text += f"Inception {first['inception_sha256'][:8]}"
+    text += "".join(f"; {label} failed ({f.get('reason', 'unpublished')})" for label, f in known if "fid" not in f)
+    return f"{text}; {FEW}" if any(found["images"] < LEAST_IMAGES for _, found in known) else text
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def differences(study: Study) -> Figure | None:

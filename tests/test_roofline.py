@@ -8,9 +8,9 @@ import pytest
 from cells import column
 from peer_records import WHOLE, against, machine, study
 
-from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
 from ddpm_lab.questions import peers
+from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.ask import answer
 
 
@@ -23,11 +23,9 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert {p.kind: p.seconds for p in line.parts} == pytest.approx(
         {"convolution": 20e-3, "normalisation": 1e-3, "optimizer": optimizer}
     )
-    assert [p.bound for p in line.parts] == ["compute", "memory", "memory"]
-    assert (line.eager_seconds, line.fused_seconds) == pytest.approx((21e-3 + optimizer, 20e-3 + optimizer))
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
-    assert line.headroom == pytest.approx(line.measured_seconds / line.fused_seconds)
+    assert line.headroom == pytest.approx(line.measured_seconds / (20e-3 + optimizer))
 
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:

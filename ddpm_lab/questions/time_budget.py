@@ -1,15 +1,16 @@
-"""Where the time of a step goes, from a record: phases, classes, overlap, and what no phase explains."""
+"""Where the time of a step goes, from a profile: phases and what lies in none, and operators, each second once."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain.bands import Names
 from ddpm_lab.explain.table import Table
 from ddpm_lab.record import RunRecord
 
@@ -38,7 +39,10 @@ DISTURBED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A rank's step from end to end: its wall time, each phase by name in the order of a step, and what is in none."""
+    """A rank's step: its wall time, the seconds of each phase by name in the order of a step, and of no phase.
+
+    The residual is below 0 where phases sum to more than the wall time.
+    """
 
     step_seconds: float
     phases: Mapping[str, float]
@@ -46,7 +50,6 @@ class Line:
 
     @property
     def residual_share(self) -> float:
-        """Share of the step that lies in no phase; below 0 where phases sum to more than the wall time."""
         return self.residual_seconds / self.step_seconds
 
     def share(self, name: str) -> float:
@@ -85,7 +88,6 @@ class Budget:
 
 
 def class_of(phase: str) -> str:
-    """What a phase spends its time on."""
     return CLASSES.get(phase, OTHER)
 
 
@@ -95,6 +97,49 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
     for name, seconds in phases.items():
         found[_NAMES.get(name, name)] = found.get(_NAMES.get(name, name), 0.0) + float(seconds)
     return {name: seconds for name, seconds in found.items() if seconds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Thresholds and names for what a step does, each a share of 1, and names of gains.
+
+    ``compute`` is to be exceeded by the part of a step's wall time that computes, ``io`` not to be reached by the part
+    that waits for data; ``memory`` are the ends of what should be in use, ``utilisation`` is to be exceeded by the
+    device. ``compute_names`` and ``impacts`` hold (name, lower bound), ``io_names`` (name, upper bound), best first.
+    """
+
+    whose: str
+    compute: float
+    io: float
+    memory: tuple[float, float]
+    utilisation: float
+    compute_names: Names
+    io_names: Names
+    impacts: Names
+
+    def compute_name(self, share: float) -> str:
+        return next(name for name, bound in self.compute_names if share >= bound)
+
+    def io_name(self, share: float) -> str:
+        return next((name for name, bound in self.io_names if share <= bound), self.io_names[-1][0])
+
+    def impact(self, ratio: float) -> str:
+        """Name a gain of at least ``ratio``."""
+        return next((name for name, bound in self.impacts if ratio >= bound), self.impacts[-1][0])
+
+
+TARGETS = Targets(
+    whose="S002",
+    compute=0.80,
+    io=0.15,
+    memory=(0.30, 0.60),
+    utilisation=0.80,
+    compute_names=(("good", 0.80), ("between good and poor", 0.70), ("poor", 0.0)),
+    io_names=(("good", 0.20), ("between good and poor", 0.30), ("poor", 1.0)),
+    impacts=(("high", 1.20), ("medium", 1.05), ("low", 0.0)),
+)
+"""Its bands are good 80 to 90 % and poor 50 to 70 % of compute, good 10 to 20 % and poor 30 to 50 % of I/O: what lies
+beyond has the name of the nearer band, what lies between has none there. The names of impacts are the lab's own."""
 
 
 def _line(window: Mapping[str, Any]) -> Line:
@@ -191,14 +236,21 @@ def headline(found: Budget) -> str:
 
 def evidence(found: Budget) -> str:
     """What stands behind the headline, in sentences."""
-    line, parts = found.running, []
-    parts.append(f"A step takes {phrases.seconds(line.step_seconds)}; {percent(line.residual_share)} lies in no phase")
-    parts.append(
+    line, beside = found.running, []
+    for name, (seconds, overlapped) in found.beside.items():
+        if name == WORKERS:
+            beside.append(f"{WORKERS} {phrases.seconds(seconds)} of CPU time a step")
+        elif seconds > 0:
+            what, part = "loading" if name == "data" else name, percent(overlapped / seconds)
+            beside.append(f"{what} {phrases.seconds(seconds)} a step, {part} of it while computing")
+    if found.ahead_seconds is not None:
+        beside.append(f"the host {phrases.seconds(max(0.0, found.ahead_seconds))} ahead when a step begins")
+    parts = [
+        f"A step takes {phrases.seconds(line.step_seconds)}; {percent(line.residual_share)} lies in no phase",
         f"Compute share {percent(line.share(COMPUTE))} (target: above {percent(TARGETS.compute)}), "
-        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})"
-    )
-    if words := _beside(found):
-        parts.append(f"Beside the phases: {phrases.joined(words)}")
+        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})",
+        f"Beside the phases: {phrases.joined(beside)}" if beside else "",
+    ]
     if not math.isnan(found.trace_difference):
         within = max(0.1, 100 * found.trace_difference)
         parts.append(
@@ -208,22 +260,8 @@ def evidence(found: Budget) -> str:
     return ". ".join(filter(None, (*parts, found.straggler, found.disturbance)))
 
 
-def _beside(found: Budget) -> list[str]:
-    """What ran beside the phases, in words."""
-    words = []
-    for name, (seconds, overlapped) in found.beside.items():
-        if name == WORKERS:
-            words.append(f"{WORKERS} {phrases.seconds(seconds)} of CPU time a step")
-        elif seconds > 0:
-            what, part = "loading" if name == "data" else name, percent(overlapped / seconds)
-            words.append(f"{what} {phrases.seconds(seconds)} a step, {part} of it while computing")
-    if found.ahead_seconds is not None:
-        words.append(f"the host {phrases.seconds(max(0.0, found.ahead_seconds))} ahead when a step begins")
-    return words
-
-
 def table(found: Budget) -> Table:
-    """The budget as strings: a row a phase, what lies in none, and the whole step."""
+    """A row for each phase, for what lies in none, and for the whole step."""
     time = "Time per step" + (f", rank {found.rank} (slowest)" if found.others else "")
     lines = {"Each phase waited for": found.waiting, **{f"Rank {r}": line for r, line in found.others.items()}}
 
@@ -237,3 +275,83 @@ def table(found: Budget) -> Table:
     rows = [row(LONG.get(n, n), class_of(n), [line.phases.get(n, 0.0) for line in every]) for n in names]
     rows.append(row("in no phase", "residual", [line.residual_seconds for line in every]))
     return [*rows, row("whole step", "wall time", [line.step_seconds for line in every])]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", ("c10d", "nccl", "gloo", "allreduce", "all_reduce", "broadcast", "reducer", "distributed")),
+    ("optimizer and averaging", ("optimizer", "_foreach_", "_fused_adam", "multi_tensor", "lerp", "vector_norm")),
+    ("convolution", ("conv", "wgrad", "dgrad", "fprop", "winograd")),
+    ("matrix product, attention", ("mm", "linear", "matmul", "einsum", "attention", "softmax", "gemm", "::dot")),
+    ("normalisation", ("norm",)),
+    ("copy and memory", ("cop", "::to", "clone", "contiguous", "::cat", "empty", "fill_", "zero", "memcpy", "memset")),
+    ("copy and memory", ("resize", "strided", "view", "pad", "index", "gather", "slice", "select", "pin_", "upsample")),
+    ("element-wise, sums", ("silu", "gelu", "sigmoid", "add", "mul", "sub", "div", "neg", "abs", "exp", "pow", "sqrt")),
+    ("element-wise, sums", ("sum", "mean", "elementwise", "reduce", "sin", "cos", "clamp", "where", "sign", "::l1_")),
+)
+"""Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
+
+
+def latest_profile(records: Sequence[RunRecord]) -> RunRecord | None:
+    """The profile that was recorded last; of several ranks or configurations, the last one written."""
+    return next((r for r in reversed(records) if r.role == "profile" and r.status == "ok" and r.profile), None)
+
+
+def operator_class(name: str) -> str:
+    """The class of an operator or kernel, by its name."""
+    lowered = name.lower()
+    return next((label for label, parts in _PARTS if any(part in lowered for part in parts)), OTHER)
+
+
+def on_device(record: RunRecord) -> bool:
+    """Whether a profile holds device time, which then is what its shares are taken of."""
+    return any((op.get("self_device_seconds") or 0) > 0 for op in (record.profile or {}).get("operators", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Calls and exclusive seconds of an operator, or a class of them, in a profile; and its share of all seconds."""
+
+    name: str
+    kind: str
+    calls: float
+    seconds: float
+    share: float
+
+
+def operators(record: RunRecord) -> list[Operator]:
+    """Operators of a profile by exclusive time, longest first.
+
+    Exclusive time leaves out what an operator spends in others that it calls, so the seconds add up. It is device time
+    where the profile holds any, else CPU time.
+    """
+    field = "self_device_seconds" if on_device(record) else "self_cpu_seconds"
+    rows = [
+        (op["name"], int(op["calls"]), float(op.get(field) or 0.0))
+        for op in (record.profile or {}).get("operators", ())
+        if not op["name"].startswith("ProfilerStep")  # a range around operators: the Python code between them
+    ]
+    total = sum(seconds for *_, seconds in rows)
+    found = (Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0)
+    return sorted(found, key=lambda op: (-op.seconds, op.name))
+
+
+def operator_classes(record: RunRecord) -> list[Operator]:
+    """Classes of operators by exclusive time, longest first; "other" comes last."""
+    kinds: dict[str, list[Operator]] = defaultdict(list)
+    for op in operators(record):
+        kinds[op.kind].append(op)
+    found = [in_all(kind, kind, ops) for kind, ops in kinds.items()]
+    return sorted(found, key=lambda op: (op.name == OTHER, -op.seconds))
+
+
+def in_all(name: str, kind: str, ops: Sequence[Operator]) -> Operator:
+    """Several operators as one."""
+    return Operator(name, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
+
+
+def operator_headline(record: RunRecord) -> str:
+    """The class of operators that takes most; the profile must hold operator time."""
+    first = operator_classes(record)[0]
+    return f"{phrases.begun(first.name)}: {percent(first.share)} of the operator time of a training step"

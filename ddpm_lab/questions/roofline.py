@@ -23,23 +23,11 @@ OPTIMIZER_BYTES = 28
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Work of one kind for an image: its FLOP, its bytes, and the seconds that either takes at the machine's peak."""
+    """Work of one kind for an image: its FLOP, and its seconds at the machine's peaks, the longer of FLOP and bytes."""
 
     kind: str
     flop: float
-    bytes: float
-    compute_seconds: float
-    memory_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The least time: compute and memory may overlap."""
-        return max(self.compute_seconds, self.memory_seconds)
-
-    @property
-    def bound(self) -> str:
-        """What sets that time."""
-        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +41,18 @@ class Roofline:
     measured_seconds: float
 
     @property
-    def eager_seconds(self) -> float:
-        """Least time of an image where every kernel reads and writes memory."""
-        return sum(p.seconds for p in self.parts)
-
-    @property
-    def fused_seconds(self) -> float:
-        """Least time if everything but convolutions, products and the optimizer cost nothing."""
-        return sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
-
-    @property
     def flop_share(self) -> float:
         """Model FLOP utilisation (Chowdhery et al. 2022, appendix B): FLOP of an image over what the peak does then."""
         return sum(p.flop for p in self.parts) / self.measured_seconds / self.flops
 
     @property
     def headroom(self) -> float:
-        """How many times as fast the step could be at most: its time over the least; caches can make that too long."""
-        return max(1.0, self.measured_seconds / self.fused_seconds)
+        """How many times as fast the step could be, if all but convolutions, products and the optimizer were free.
+
+        Caches can make the least time too long.
+        """
+        least = sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
+        return max(1.0, self.measured_seconds / least)
 
 
 def roofline(study: Study, own: Comparison | None) -> Roofline | None:
@@ -89,7 +71,7 @@ def roofline(study: Study, own: Comparison | None) -> Roofline | None:
         kind, flop, size = name, of.get("flop", 0.0), BYTES[precision] * of["elements"]
         if name == "weights":
             kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch
-        parts.append(Part(kind, flop, size, compute_seconds=flop / flops, memory_seconds=size / bandwidth))
+        parts.append(Part(kind, flop, max(flop / flops, size / bandwidth)))
     line = Roofline(
         precision=precision,
         flops=flops,
@@ -121,6 +103,15 @@ def _seen(study: Study, of: Callable[[RunConfig], bool], key: str = "") -> dict[
     return next((value for seen in found if (value := seen.get(key) if key else seen)), {})
 
 
+def table(study: Study, own: Comparison | None) -> Table:
+    """Work of each kind for an image and its seconds at the machine's peaks, then what an image takes; may be empty."""
+    if (line := roofline(study, own)) is None:
+        return []
+    rows = [(part.kind, f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH, part.seconds) for part in line.parts]
+    rows += [("measured", "", line.measured_seconds)]
+    return [{"Work": kind, "GFLOP/image": flop, "Seconds/image": phrases.seconds(each)} for kind, flop, each in rows]
+
+
 def peaks(study: Study) -> str:
     """The peaks of the machine, as they were measured last, in words; empty where they were not."""
     last = next((r.config for r in reversed(study.records) if r.family.startswith(LIMITS)), None)
@@ -146,39 +137,12 @@ def flop_per_image(study: Study, config: RunConfig) -> float | None:
 
 
 def sentence(study: Study, own: Comparison | None) -> str:
-    """How far from the limit; empty where it was not measured."""
+    """How far from the limit, in two sentences; empty where it was not measured."""
     line = roofline(study, own)
-    return "" if line is None else sentence_of(line)
-
-
-def sentence_of(line: Roofline) -> str:
-    """How far from the limit, in two sentences."""
+    if line is None:
+        return ""
     return (
         f"It reaches {100 * line.flop_share:.0f} % of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s "
         f"in {line.precision}. Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and "
         "normalisation free."
     )
-
-
-def table(study: Study, own: Comparison | None) -> Table:
-    """The parts of a step: work, least time at the machine's peaks, and what sets it; empty where not measured."""
-    line = roofline(study, own)
-    if line is None:
-        return []
-    rows = [
-        {
-            "Operator": part.kind,
-            "GFLOP/image": f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH,
-            "MB/image": f"{part.bytes / 1e6:.1f}",
-            "At peak": phrases.seconds(part.seconds),
-            "Bound by": part.bound,
-        }
-        for part in line.parts
-    ]
-    for name, value in (
-        ("all, each kernel for itself", line.eager_seconds),
-        ("convolutions, products and optimizer alone", line.fused_seconds),
-        ("measured", line.measured_seconds),
-    ):
-        rows.append({**dict.fromkeys(rows[0], ""), "Operator": name, "At peak": phrases.seconds(value)})
-    return rows
