@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpm_lab.questions.comparison import Comparison, compare
+    from ddpm_lab.questions.comparison import ComparisonResult, compare
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["ComparisonResult", "compare"]
 __version__ = "0.1.0"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.record import Machine, RunRecord
 

@@ -9,7 +9,7 @@ import planted_search
 import records as make
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LEVERS, LOST, WEAK
 from ddpm_lab.record import RunRecord
 

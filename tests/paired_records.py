@@ -9,7 +9,7 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import WEAK
 from ddpm_lab.record import RunRecord
 

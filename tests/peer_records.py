@@ -10,7 +10,7 @@ import records as make
 
 from ddpm_lab import config
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import BOTH_FP32, LIMITS, OURS, SAMPLING, Plan
 from ddpm_lab.record import RunRecord
 

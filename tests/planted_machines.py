@@ -9,7 +9,7 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.selection import RECOMMENDATION, Study
 from ddpm_lab.questions.bottleneck import batch_sizes, changes
 from ddpm_lab.record import RunRecord
 

@@ -10,7 +10,7 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Plan, Space, Value
 from ddpm_lab.questions import search
 from ddpm_lab.record import RunRecord

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ddpm_lab.config import TRAINING, RunConfig
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import Environment, Machine, RankRecord, RunRecord, Window
 

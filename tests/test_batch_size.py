@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.batch_size import CAVEAT, sizes
 from ddpm_lab.record import RunRecord

@@ -18,7 +18,7 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment, Family, Plan

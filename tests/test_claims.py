@@ -19,9 +19,9 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain.charts.style import png
-from ddpm_lab.explain.decisions import INCONCLUSIVE
-from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_MEASURED
+from ddpm_lab.explain.selection import Study
+from ddpm_lab.explain.stats import INCONCLUSIVE
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
 from ddpm_lab.measure.code_version import code_version

@@ -16,8 +16,8 @@ from ddpm_lab import compare
 from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, phrases
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -142,7 +142,7 @@ def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: P
     found = compare(f"{mine.stem}:baseline", "mine:candidate", resolution=0.3, output_dir=tmp_path, quiet=True, sets=14)
     assert 0.4 < found.ratio < 0.6
     assert found.finding.high < 0.8
-    assert found.verdict == decisions.SLOWER
+    assert found.verdict == stats.SLOWER
     threads = f"ran as 1 rank on cpu, {phrases.plural(hardware.usable_cores(), 'thread')}"
     for word in (found.verdict, "95 % interval", threads, str(found.figure)):
         assert word in str(found)
@@ -159,7 +159,7 @@ def test_files_of_settings_are_compared(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("global_batch_size = 4\n")
     (tmp_path / "large.toml").write_text("global_batch_size = 8\n[optimizer]\nlearning_rate = 1e-4\n")
     found = compare(tmp_path / "small.toml", tmp_path / "large.toml", sets=1, output_dir=tmp_path, quiet=True)
-    assert found.verdict == decisions.TOO_FEW
+    assert found.verdict == stats.TOO_FEW
     assert {r.label for r in found.study.records if r.role == "candidate"} == {"large"}
     assert {r.status for r in found.study.records} == {"ok"}
     images = {w.images for r in found.study.records for w in r.windows}

@@ -11,7 +11,7 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import decisions, stats
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, peak
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
@@ -71,7 +71,7 @@ def test_planted_ratio_is_found_within_its_interval() -> None:
     records = make.sets({"bf16": (BF16, 1.62)}, count=12, seed=2)
     bf16, twin = row(records), row(records, "fp32 again")
     assert bf16.ratio.low < 1.62 < bf16.ratio.high
-    assert (bf16.verdict, bf16.primary, bf16.answered, bf16.why) == (decisions.FASTER, True, True, "")
+    assert (bf16.verdict, bf16.primary, bf16.answered, bf16.why) == (stats.FASTER, True, True, "")
     assert bf16.images_per_second == pytest.approx(1.62 * 32 / 0.010, rel=0.05)
     assert bf16.step_seconds * bf16.images_per_second == pytest.approx(32)
     assert bf16.projected_seconds == pytest.approx(50_000 / bf16.images_per_second)
@@ -97,7 +97,7 @@ def test_crowded_sets_do_not_count_and_are_counted() -> None:
     quiet = make.sets({"bf16": (BF16, 1.5)}, count=7)
     bf16 = row(make.sets({"bf16": (BF16, 1.5)}, count=7, crowded=[0, 4]))
     expected = row([r for r in quiet if number(r) not in (0, 4)])
-    assert (bf16.sets, bf16.disturbed_sets, bf16.verdict) == (5, 2, decisions.FASTER)
+    assert (bf16.sets, bf16.disturbed_sets, bf16.verdict) == (5, 2, stats.FASTER)
     assert bf16.set_ratios == pytest.approx(expected.set_ratios)
     assert bf16.images_per_second == pytest.approx(expected.images_per_second)
     drowned = row(make.sets({"bf16": (BF16, 1.5)}, count=4, crowded=range(4)))
@@ -123,7 +123,7 @@ def test_an_effect_within_what_the_twin_differs_by_is_not_called() -> None:
     for sign, more, word in ((1, 0.02, "faster"), (-1, 0.02, "slower"), (1, -0.02, None), (-1, -0.02, None)):
         found = row(planted({"bf16": twin / 2 + sign * (size + more)}, [*twin]))
         assert not found.ratio.contains(1)
-        assert found.verdict == (word or decisions.INCONCLUSIVE)
+        assert found.verdict == (word or stats.INCONCLUSIVE)
         assert bool(found.why) == (word is None)
 
 
@@ -135,22 +135,22 @@ def test_the_primary_comparison_is_tested_alone_and_the_others_together() -> Non
     p = primary.ratio.p
     assert p < 0.035 < 2 * p < 0.05
     assert primary.p == pytest.approx(p)
-    assert (primary.level, primary.verdict) == (0.035, decisions.FASTER)
+    assert (primary.level, primary.verdict) == (0.035, stats.FASTER)
     assert [second.p, last.p] == pytest.approx(stats.holm([p, last.ratio.p]))
-    assert (second.ratio, second.verdict) == (primary.ratio, decisions.INCONCLUSIVE)
+    assert (second.ratio, second.verdict) == (primary.ratio, stats.INCONCLUSIVE)
     assert second.ratio.low > 1
     assert "3.5 %" in second.why, "an interval that excludes 1 and no call: the reason stands beside it"
     alone = row(planted({"second": logs}, NONE, primary=""), "second")
-    assert (alone.primary, alone.verdict) == (False, decisions.FASTER)
+    assert (alone.primary, alone.verdict) == (False, stats.FASTER)
 
 
 def test_each_look_is_paid_for_and_those_of_one_moment_are_one() -> None:
     records = planted({"bf16": 0.034 + 3 * ROUND}, NONE)
     looks = [look(records, range(4), 0), look(records, range(4, 8), 30)]
     two, one = (row(records, looks=found) for found in (looks, [look(records, r, 0) for r in (range(4), range(4, 8))]))
-    assert decisions.level_of_look(2) < two.ratio.p < decisions.level_of_look(1)
-    assert (two.verdict, two.level, two.sets) == (decisions.INCONCLUSIVE, decisions.level_of_look(2), 8)
-    assert (one.verdict, one.level, one.sets) == (decisions.FASTER, 0.035, 8)
+    assert stats.level_of_look(2) < two.ratio.p < stats.level_of_look(1)
+    assert (two.verdict, two.level, two.sets) == (stats.INCONCLUSIVE, stats.level_of_look(2), 8)
+    assert (one.verdict, one.level, one.sets) == (stats.FASTER, 0.035, 8)
     assert row(records, looks=[*looks, look(records, range(8), 50)]) == two, "a look at nothing new is none"
     other = make.sets({"other": (replace(BF16, seed=5), 1.0)}, baseline=RunConfig(seed=5), family="other", seed=5)
     before = replace(looks[0], look={"sets": sorted({r.set_id for r in other}), "log_ratios": {}})
@@ -169,7 +169,7 @@ def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:
     assert beside.ratio == stats.estimate([log for _, log in beside.logs], spread)
     assert beside.ratio.df == 7
     assert beside.ratio.half_width < alone.ratio.half_width
-    assert (alone.verdict, beside.verdict) == (decisions.INCONCLUSIVE, decisions.FASTER)
+    assert (alone.verdict, beside.verdict) == (stats.INCONCLUSIVE, stats.FASTER)
     assert later == alone
 
 
@@ -179,7 +179,7 @@ def test_what_is_resolved_and_the_minutes_that_would_resolve_more() -> None:
     found = row(records)
     assert found.resolves == pytest.approx(math.exp(2 * found.ratio.half_width) - 1)
     assert found.set_seconds == 15, "baseline, twin and this configuration"
-    assert found.sets_needed == decisions.sets_to_resolve([log for _, log in found.logs])
+    assert found.sets_needed == stats.sets_to_resolve([log for _, log in found.logs])
     assert found.minutes_needed == pytest.approx((found.sets_needed - 6) * 15 / 60)
     assert row(records, resolution=0.5).minutes_needed == 0
     assert math.isnan(row(records[:3]).minutes_needed)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from recorded_noise import MACHINES, Machine
 
-from ddpm_lab.explain import decisions, stats
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.stats import Array, Spread
 
-CALLED = (decisions.FASTER, decisions.SLOWER)
+CALLED = (stats.FASTER, stats.SLOWER)
 LOOKS = ((6,), (6, 10, 14, 18), (4, 6, 8, 12))
 on_each_machine = pytest.mark.parametrize("machine", MACHINES)
 
@@ -30,7 +30,7 @@ def called(world: Machine, looks: tuple[int, ...], candidates: int, others: int,
             stats.spread_of([*known, *(row[: looks[0]] for j, row in enumerate(logs) if j != i)])
             for i in range(candidates)
         ]
-        hits += any(d.word in CALLED for d in decisions.decided(list(logs), looks, [spreads] * len(looks)))
+        hits += any(d.word in CALLED for d in stats.decided(list(logs), looks, [spreads] * len(looks)))
     return hits / tries
 
 
@@ -100,7 +100,7 @@ def test_twins_alarm_in_one_report_of_a_hundred_and_find_a_machine_that_does_not
                 logs = [stats.TWIN_SCALE * (world.twin(n) + bias * (i == 0)) for i in range(6)]
                 spreads = [stats.spread_of(logs[:i] + logs[i + 1 :]) for i in range(6)]
                 found = [stats.estimate(values, s).p for values, s in zip(logs, spreads, strict=True)]
-                alarms += decisions.twins_differ(found)
+                alarms += stats.twins_differ(found)
             shares[n, bias] = alarms / 2000
     assert max(shares[n, 0.0] for n in (4, 6)) <= 0.012, shares
     assert shares[6, 0.2] >= 0.8, shares
@@ -115,24 +115,24 @@ def test_stopping_by_the_width_covers_the_truth(machine: str, others: int) -> No
     found = []
     for _ in range(1500):
         spread, logs, count = stats.spread_of(world.others(others, 8)), world.question(80)[0], 0
-        while (to_come := decisions.sets_to_come(logs[:count], 0.06, spread)) and count < len(logs):
+        while (to_come := stats.sets_to_come(logs[:count], 0.06, spread)) and count < len(logs):
             # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
             count = min(len(logs), count + max(1, to_come // 2))
         found.append(stats.estimate(logs[:count], spread))
     assert 0.93 <= np.mean([e.contains(1) for e in found]) <= 0.97
-    assert np.mean([e.p < decisions.FIRST_LOOK for e in found]) <= 0.05
-    assert np.mean([decisions.verdict(e, e.p, decisions.FIRST_LOOK, 0.06) == decisions.SAME for e in found]) >= 0.9
+    assert np.mean([e.p < stats.FIRST_LOOK for e in found]) <= 0.05
+    assert np.mean([stats.verdict(e, e.p, stats.FIRST_LOOK, 0.06) == stats.SAME for e in found]) >= 0.9
 
 
 @pytest.mark.slow
 @on_each_machine
 def test_an_effect_that_six_sets_are_said_to_resolve_is_answered(machine: str) -> None:
     world = Machine(machine, np.random.default_rng(2))
-    answered = {decisions.FASTER: 0, decisions.SAME: 0}
+    answered = {stats.FASTER: 0, stats.SAME: 0}
     for _ in range(2000):
         logs, spread = world.question(6)[0], stats.spread_of(world.others(10, 6))
-        size = decisions.resolves(stats.estimate(logs, spread).half_width)
-        for shift, word in ((np.log1p(size), decisions.FASTER), (0.0, decisions.SAME)):
+        size = stats.resolves(stats.estimate(logs, spread).half_width)
+        for shift, word in ((np.log1p(size), stats.FASTER), (0.0, stats.SAME)):
             found = stats.estimate(logs + shift, spread)
-            answered[word] += decisions.verdict(found, found.p, decisions.FIRST_LOOK, size) == word
+            answered[word] += stats.verdict(found, found.p, stats.FIRST_LOOK, size) == word
     assert min(answered.values()) >= 0.92 * 2000, answered

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from ddpm_lab.explain import decisions, stats
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.stats import Spread
 
 ROUND = np.array([0.01, -0.01, 0.012, -0.012, 0.008, -0.008, 0.01, -0.01])
@@ -16,18 +16,18 @@ ROUND = np.array([0.01, -0.01, 0.012, -0.012, 0.008, -0.008, 0.01, -0.01])
 
 def word(logs: object, level: float = 0.035) -> str:
     found = stats.estimate(np.asarray(logs, dtype=float))
-    return decisions.verdict(found, found.p, level)
+    return stats.verdict(found, found.p, level)
 
 
 def test_the_first_word_that_holds() -> None:
     for logs, expected in (
-        (ROUND[:4], decisions.SAME),
-        (ROUND[:4] * 3, decisions.INCONCLUSIVE),
-        (0.5 + ROUND[:4], decisions.FASTER),
-        (-0.5 + ROUND[:4], decisions.SLOWER),
-        (0.01 + ROUND[:4] / 10, decisions.FASTER),  # a difference below the resolution is one too
-        (0.5 + ROUND[:3], decisions.TOO_FEW),
-        ([], decisions.TOO_FEW),
+        (ROUND[:4], stats.SAME),
+        (ROUND[:4] * 3, stats.INCONCLUSIVE),
+        (0.5 + ROUND[:4], stats.FASTER),
+        (-0.5 + ROUND[:4], stats.SLOWER),
+        (0.01 + ROUND[:4] / 10, stats.FASTER),  # a difference below the resolution is one too
+        (0.5 + ROUND[:3], stats.TOO_FEW),
+        ([], stats.TOO_FEW),
     ):
         assert word(logs) == expected
 
@@ -35,51 +35,51 @@ def test_the_first_word_that_holds() -> None:
 def test_an_adjusted_p_withholds_a_call_and_an_answer_of_same_needs_none() -> None:
     found = stats.estimate(0.05 + ROUND[:4])
     assert found.low > 1
-    assert decisions.verdict(found, 0.2, 0.035) == decisions.INCONCLUSIVE
-    assert decisions.verdict(found, 0.2, 0.035, resolution=0.1) == decisions.SAME
+    assert stats.verdict(found, 0.2, 0.035) == stats.INCONCLUSIVE
+    assert stats.verdict(found, 0.2, 0.035, resolution=0.1) == stats.SAME
 
 
 def test_the_levels_of_all_looks_add_up_to_five_percent() -> None:
-    levels = [decisions.level_of_look(k) for k in range(1, 60)]
+    levels = [stats.level_of_look(k) for k in range(1, 60)]
     assert levels[:4] == pytest.approx([0.035, 0.0075, 0.00375, 0.001875])
     assert sum(levels) == pytest.approx(0.05)
 
 
 def test_what_was_called_stays_called() -> None:
     logs = np.concatenate([0.1 + ROUND[:4], -0.3 + ROUND[:4]])
-    assert decisions.decided([logs], [8])[0].word == decisions.INCONCLUSIVE
-    (found,) = decisions.decided([logs], [2, 4, 8])  # a look at too few sets is none
-    assert (found.word, found.look, found.level, found.estimate.sets) == (decisions.FASTER, 1, 0.035, 4)
+    assert stats.decided([logs], [8])[0].word == stats.INCONCLUSIVE
+    (found,) = stats.decided([logs], [2, 4, 8])  # a look at too few sets is none
+    assert (found.word, found.look, found.level, found.estimate.sets) == (stats.FASTER, 1, 0.035, 4)
     assert found.estimate == stats.estimate(logs[:4])
 
 
 @given(st.floats(-0.5, 0.5), st.floats(1e-4, 0.3))
 def test_an_interval_answers_what_it_resolves_wherever_it_lies(middle: float, half: float) -> None:
-    within = abs(middle) + half <= math.log1p(decisions.resolves(half)) * (1 + 1e-12)
+    within = abs(middle) + half <= math.log1p(stats.resolves(half)) * (1 + 1e-12)
     assert abs(middle) > half or within
 
 
 def test_sets_that_resolve_an_effect_are_the_fewest_that_do() -> None:
     logs = np.random.default_rng(5).normal(0, 0.03, 12)
     for spread, added in ((None, 0.0), (Spread(variance=4e-4, df=4.0), 4.0)):
-        needed = decisions.sets_to_resolve(logs, 0.05, spread)
+        needed = stats.sets_to_resolve(logs, 0.05, spread)
         deviation = math.sqrt(stats.steadied(float(logs.var(ddof=1)), 11, spread)[0])
         assert needed is not None
         halves = [special.stdtrit(n - 1 + added, 0.975) * deviation / math.sqrt(n) for n in (needed - 1, needed)]
-        assert decisions.resolves(float(halves[1])) <= 0.05 < decisions.resolves(float(halves[0]))
-    found = [decisions.sets_to_resolve(values, most=50) for values in ([0.1], [0.1] * 6, [-9.0, 9.0])]
-    assert found == [None, decisions.LEAST_SETS, None]
+        assert stats.resolves(float(halves[1])) <= 0.05 < stats.resolves(float(halves[0]))
+    found = [stats.sets_to_resolve(values, most=50) for values in ([0.1], [0.1] * 6, [-9.0, 9.0])]
+    assert found == [None, stats.LEAST_SETS, None]
 
 
 def test_the_width_ends_measuring_from_the_eighth_set_on_and_never_the_ratio() -> None:
-    assert decisions.sets_to_come(ROUND / 10) == 0
-    assert decisions.sets_to_come(0.5 + ROUND / 10) == 0
-    assert decisions.sets_to_come(ROUND[:6] / 10) == 2
-    assert decisions.sets_to_come(10 * ROUND) == decisions.sets_to_come(0.5 + 10 * ROUND) > 20
-    assert decisions.sets_to_come([]) == decisions.LEAST_TO_STOP
+    assert stats.sets_to_come(ROUND / 10) == 0
+    assert stats.sets_to_come(0.5 + ROUND / 10) == 0
+    assert stats.sets_to_come(ROUND[:6] / 10) == 2
+    assert stats.sets_to_come(10 * ROUND) == stats.sets_to_come(0.5 + 10 * ROUND) > 20
+    assert stats.sets_to_come([]) == stats.LEAST_TO_STOP
 
 
 def test_twins_of_all_questions_are_tested_together() -> None:
-    assert decisions.twins_differ([0.5, 0.0019, 0.3, math.nan, 0.8, 0.9])
-    assert not decisions.twins_differ([0.5, 0.0021, 0.3, math.nan, 0.8, 0.9])
-    assert not decisions.twins_differ([])
+    assert stats.twins_differ([0.5, 0.0019, 0.3, math.nan, 0.8, 0.9])
+    assert not stats.twins_differ([0.5, 0.0021, 0.3, math.nan, 0.8, 0.9])
+    assert not stats.twins_differ([])

@@ -16,7 +16,7 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.selection import RECOMMENDATION, Study
 from ddpm_lab.plan import Family
 from ddpm_lab.questions import changes
 from ddpm_lab.questions.ask import answer, ask

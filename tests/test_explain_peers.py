@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
 
-from ddpm_lab.explain import decisions
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
@@ -28,14 +28,14 @@ def test_ratios_are_turned_round_and_the_answer_is_about_the_primary_comparison(
         row = rows[name, FAMILY + end]
         assert row.ratio.contains(ratio)
         assert row.ratio.value == pytest.approx(ratio, rel=0.02)
-        assert row.verdict == decisions.FASTER
+        assert row.verdict == stats.FASTER
     assert math.isnan(rows["absent", FAMILY].ratio.value)
     found = answer(WHOLE).finding
     assert (found.status, found.verdict) == ("answered", "faster")
     assert found.ratio == rows["slow, tuned", FAMILY].ratio.value
     assert "slow, tuned" in found.headline
     assert "absent is not" in found.claim
-    assert answer(study(*against(count=2))).finding.status == decisions.TOO_FEW
+    assert answer(study(*against(count=2))).finding.status == stats.TOO_FEW
     shown = [row["This trainer is"] for row in answer(WHOLE).table() if row["Configuration"] == "slow, tuned"]
     assert shown[0].startswith("1.6")
 

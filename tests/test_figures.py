@@ -21,7 +21,7 @@ from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import multi_gpu, recommendation
 from ddpm_lab.questions.ask import answer
 

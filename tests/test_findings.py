@@ -13,9 +13,9 @@ from drawn_studies import STUDIES
 from scaled_records import all_reduces
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, phrases, show
+from ddpm_lab.explain import findings, phrases, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.exchange import NO_EXCHANGE
@@ -77,18 +77,18 @@ QUIET: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
 @pytest.mark.parametrize(
     ("study", "verdict", "sets", "way_out"),
     [
-        (amp(), decisions.FASTER, 6, ""),
-        (amp(count=1), decisions.TOO_FEW, 1, "ddpm-lab run amp --batch-size 32"),
-        (amp(1.0, set_noise=0.03), decisions.INCONCLUSIVE, 6, "ddpm-lab run amp --batch-size 32 --resolution 3% ("),
-        (amp(1.0, **QUIET), decisions.SAME, 6, ""),
-        (amp(1.0, twin_ratio=1.05, set_noise=0.002), decisions.INCONCLUSIVE, 6, "ddpm-lab run amp"),
-        (amp(crowded=[(s, t) for s in range(6) for t in range(6)]), decisions.TOO_FEW, 0, "ddpm-lab run amp"),
+        (amp(), stats.FASTER, 6, ""),
+        (amp(count=1), stats.TOO_FEW, 1, "ddpm-lab run amp --batch-size 32"),
+        (amp(1.0, set_noise=0.03), stats.INCONCLUSIVE, 6, "ddpm-lab run amp --batch-size 32 --resolution 3% ("),
+        (amp(1.0, **QUIET), stats.SAME, 6, ""),
+        (amp(1.0, twin_ratio=1.05, set_noise=0.002), stats.INCONCLUSIVE, 6, "ddpm-lab run amp"),
+        (amp(crowded=[(s, t) for s in range(6) for t in range(6)]), stats.TOO_FEW, 0, "ddpm-lab run amp"),
     ],
 )
 def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: int, way_out: str) -> None:
     found = answer(study).finding
     assert (found.verdict, found.sets) == (verdict, sets)
-    assert found.status == (findings.ANSWERED if verdict in decisions.ANSWERS else verdict)
+    assert found.status == (findings.ANSWERED if verdict in stats.ANSWERS else verdict)
     assert found.way_out.startswith(way_out)
     assert bool(found.way_out) == bool(way_out)
 
@@ -193,7 +193,7 @@ def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_i
 
 
 def test_a_way_out_is_the_command_that_would_answer() -> None:
-    reached = replace(row(1.0, set_noise=0.002), verdict=decisions.INCONCLUSIVE)
+    reached = replace(row(1.0, set_noise=0.002), verdict=stats.INCONCLUSIVE)
     sides = row(1.6, label="my side", baseline_label="main", experiment="compare", count=2)
     large = row(1.6, RunConfig(image_size=64, network="seed", global_batch_size=32), count=2)
     for found, command in (

@@ -25,8 +25,8 @@ from git_repository import commit, git, repository, write
 
 import ddpm_lab
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, stats
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Plan
@@ -284,8 +284,8 @@ def study(ratio: float, **values: float) -> Study:
         (0.97, 0.10, gate.PASSED, "by at most 3"),
         (1.00, 0.03, gate.PASSED, ""),
         (1.20, 0.03, gate.PASSED, "is not slower"),
-        (0.97, 0.03, decisions.INCONCLUSIVE, "by up to"),
-        (1.00, 0.0, decisions.INCONCLUSIVE, "none is allowed"),
+        (0.97, 0.03, stats.INCONCLUSIVE, "by up to"),
+        (1.00, 0.0, stats.INCONCLUSIVE, "none is allowed"),
     ],
 )
 def test_a_planted_ratio_is_judged_by_its_interval(ratio: float, threshold: float, status: str, words: str) -> None:
@@ -296,12 +296,12 @@ def test_a_planted_ratio_is_judged_by_its_interval(ratio: float, threshold: floa
     assert (judged.exit_code(), judged.exit_code(strict=True)) == {
         gate.SLOWER: (1, 1),
         gate.PASSED: (0, 0),
-        decisions.INCONCLUSIVE: (0, 4),
+        stats.INCONCLUSIVE: (0, 4),
     }[status]
 
 
 def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pass() -> None:
-    assert outcome(answer(study(0.5, count=3)), 0.03).status == decisions.INCONCLUSIVE
+    assert outcome(answer(study(0.5, count=3)), 0.03).status == stats.INCONCLUSIVE
     assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
@@ -318,10 +318,10 @@ def test_the_rule_errs_as_seldom_as_it_says(true: float, least: float, most: flo
     rng, failed, tries = np.random.default_rng(int(1e6 * true + 1e4 * spread)), 0, 400
     for _ in range(tries):
         logs: list[float] = []
-        while not logs or decisions.sets_to_come(logs, 0.03):
+        while not logs or stats.sets_to_come(logs, 0.03):
             logs.append(math.log(true) + rng.normal(0, spread))
         found = stats.estimate(logs)
-        failed += found.p < decisions.FIRST_LOOK and found.high < 0.97
+        failed += found.p < stats.FIRST_LOOK and found.high < 0.97
     assert least <= failed / tries <= most
 
 

@@ -20,7 +20,7 @@ from test_report import PIXEL
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import pages, show
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import bottleneck
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord

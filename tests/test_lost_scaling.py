@@ -19,7 +19,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Family, Plan

@@ -13,7 +13,7 @@ from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state as ms
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord

@@ -37,7 +37,7 @@ def without(folder: Path, *packages: str) -> dict[str, str]:
 def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
     environment = without(tmp_path / "blocked", "torch", "torchvision")
     modules = ["config", "ledger", "questions.experiments", "reports.report", "reports.published", "cli.check"]
-    modules += [f"explain.{name}" for name in ("frames", "stats", "answer", "findings", "show", "pages")]
+    modules += [f"explain.{name}" for name in ("selection", "stats", "answer", "findings", "show", "pages")]
     modules += ["__main__", *(f"measure.{name}" for name in ("campaign", "group", "process", "sets"))]
     code = f"import importlib\nfor m in {modules}: importlib.import_module('ddpm_lab.' + m)\nprint('all')\nimport torch"
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -14,9 +14,9 @@ from scaled_records import ONE, strong, switched_off, weak
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import NETWORKS, RunConfig
-from ddpm_lab.explain import decisions
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.bands import S000, Bands, bands
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import cluster, hardware
@@ -80,7 +80,7 @@ def test_an_efficiency_is_called_by_its_whole_interval(ratio: float, noise: floa
 def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
     once = answer(study(strong({2: 1.99}, count=1)))
     assert "no interval" in once.table()[-1]["Efficiency, by S001's bands"]
-    assert (once.finding.status, "scaling" in once.finding.notes[0]) == (decisions.TOO_FEW, False)
+    assert (once.finding.status, "scaling" in once.finding.notes[0]) == (stats.TOO_FEW, False)
     records = make.sets({"2 ranks": (RunConfig(world_size=2), 1.1)}, baseline_label="1 rank", experiment="multi_gpu")
     assert "2 cores" in answer(study(records)).finding.notes[1]
 
@@ -145,10 +145,10 @@ QUIET: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
         ({2: 0.8, 4: 1.5, 8: 1.2}, {}, MULTI, 1.5),  # one that is faster is enough
         ({2: 0.7, 4: 0.8}, {}, SINGLE, 0.8),  # the best of what is slower
         ({2: 1.0, 4: 0.8}, QUIET, SINGLE, 1.0),
-        ({2: 0.5, 4: 1.0}, {"set_noise": 0.05}, decisions.INCONCLUSIVE, 1.0),
-        ({2: 1.9}, {"count": 2}, decisions.INCONCLUSIVE, 1.9),
+        ({2: 0.5, 4: 1.0}, {"set_noise": 0.05}, stats.INCONCLUSIVE, 1.0),
+        ({2: 1.9}, {"count": 2}, stats.INCONCLUSIVE, 1.9),
         # A repeated baseline that differs by more than the ranks gain leaves no answer.
-        ({2: 1.15}, {"twin_ratio": 1.2}, decisions.INCONCLUSIVE, None),
+        ({2: 1.15}, {"twin_ratio": 1.2}, stats.INCONCLUSIVE, None),
         ({2: 1.9}, {"twin_ratio": 1.2}, MULTI, None),
     ],
 )
@@ -159,7 +159,7 @@ def test_what_was_measured_overrules_the_prior(
     assert prior(10_050_819, 16)[0] == SINGLE
     assert (found.answer, found.source, found.measured_batch) == (answer, "measured", 16)
     assert ratio is None or found.ratio == pytest.approx(ratio, rel=0.05)
-    assert bool(found.way_out()) == (answer == decisions.INCONCLUSIVE)
+    assert bool(found.way_out()) == (answer == stats.INCONCLUSIVE)
 
 
 def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:

@@ -16,7 +16,7 @@ from conftest import Call
 from PIL import Image, ImageFilter
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import frames
+from ddpm_lab.explain import selection
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.questions.ask import answer
@@ -168,7 +168,7 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     for other in (pixels[:-1], np.roll(pixels, 1, axis=1)):
         assert not published.same_picture(figure, encoded(other))
     records = Ledger(original / PUBLISHED / f"{SLUG}.jsonl").read()[0]
-    drawn = answer(frames.study(records, "amp")).figure()
+    drawn = answer(selection.study(records, "amp")).figure()
     text = next(t for ax in drawn.axes for t in ax.texts if "1.50" in t.get_text())
     text.set_text(text.get_text().replace("1.50", "1.56"))
     assert not published.same_picture(figure, png(drawn))

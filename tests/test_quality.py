@@ -14,8 +14,8 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_WORSE
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial, scaled
 from ddpm_lab.questions import trained as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained

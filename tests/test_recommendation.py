@@ -27,8 +27,8 @@ from matplotlib.text import Text
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, quality
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain import findings, quality, stats
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
 from ddpm_lab.questions import changes
@@ -233,9 +233,9 @@ SEED = RunConfig(network="seed")
         (study(amp(base=SEED), harm=0.0, base=SEED), "bf16", question.UNTRIED, ""),
         (study(amp(), harm=0.05), None, findings.ANSWERED, ""),
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
-        (study(OPEN), None, decisions.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
+        (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
-        (study(amp(1.6, count=3), harm=0.0), None, decisions.TOO_FEW, "make report"),
+        (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "make report"),
         (study(), None, quality.NOT_MEASURED, "ddpm-lab report"),
     ],
 )

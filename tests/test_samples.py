@@ -15,7 +15,7 @@ from PIL import Image
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import trained
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.quality import samples_figure

@@ -18,7 +18,7 @@ from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import show
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions.ask import answer
 
 BASE = RunConfig()

@@ -12,7 +12,7 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import torch_compile as compiling
 
 COMPILED = RunConfig(compile="whole")

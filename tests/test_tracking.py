@@ -25,7 +25,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import study
+from ddpm_lab.explain.selection import study
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.training.tracking import TrackedTraining, Tracker
 

@@ -38,7 +38,7 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study, read_study
+from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning

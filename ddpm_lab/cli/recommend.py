@@ -14,7 +14,7 @@ from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, te
 from ddpm_lab.config import PARTS
 from ddpm_lab.explain import table
 from ddpm_lab.explain.charts.style import save
-from ddpm_lab.explain.frames import Study, read_study
+from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import configuration, expanded, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION

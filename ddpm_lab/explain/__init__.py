@@ -1,5 +1,5 @@
 """From records to answers: comparisons with intervals, what they say, and how that is drawn. Never imports torch.
 
-Read ``frames`` first (a study: the records that answer a question), then ``comparisons`` and ``stats``, ``findings``,
-and ``charts``. ``show`` is what the notebooks call.
+Read ``selection`` first (a study: the records that answer a question), then ``comparisons`` and ``stats``,
+``findings``, and ``charts``. ``show`` is what the notebooks call.
 """

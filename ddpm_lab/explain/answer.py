@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import decisions, machine_state, phrases
+from ddpm_lab.explain import machine_state, phrases, stats
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, qualities
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, one_family, without_constant
 
@@ -126,7 +126,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
-COLOURS = {decisions.FASTER: style.GOOD, decisions.SLOWER: style.BAD}
+COLOURS = {stats.FASTER: style.GOOD, stats.SLOWER: style.BAD}
 MEANING = "Blue: faster; orange: slower; grey: no difference found."
 POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ddpm_lab.config import LOADER_ALONE, OWN_LOADER, RunConfig
-from ddpm_lab.explain import decisions, quality, stats
-from ddpm_lab.explain.frames import Study, moment, once
+from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.quality import Equivalence
+from ddpm_lab.explain.selection import Study, moment, once
 from ddpm_lab.plan import LOST, scaling
 from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 
@@ -87,22 +87,22 @@ class Comparison:
     @property
     def resolved(self) -> bool:
         """Whether a difference was found: faster, or slower."""
-        return self.verdict in (decisions.FASTER, decisions.SLOWER)
+        return self.verdict in (stats.FASTER, stats.SLOWER)
 
     @property
     def answered(self) -> bool:
         """Whether the comparison has an answer: faster, slower, or the same."""
-        return self.verdict in decisions.ANSWERS
+        return self.verdict in stats.ANSWERS
 
     @property
     def resolves(self) -> float:
         """The smallest relative difference that these sets answer for, whatever the truth is; infinite without any."""
-        return decisions.resolves(self.ratio.half_width)
+        return stats.resolves(self.ratio.half_width)
 
     @property
     def sets_needed(self) -> float:
         """Sets that would answer for ``resolution``, at the scatter so far; NaN where nothing tells."""
-        return float(decisions.sets_to_resolve([log for _, log in self.logs], self.resolution) or math.nan)
+        return float(stats.sets_to_resolve([log for _, log in self.logs], self.resolution) or math.nan)
 
     @property
     def minutes_needed(self) -> float:
@@ -174,7 +174,7 @@ def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -
     """The comparisons of one experiment with their verdicts on speed; ``looks`` are the machine's at all questions."""
     primary = [[c] for c in compared if c.role == "candidate" and c.primary]
     others = [c for c in compared if c.role == "candidate" and not c.primary]
-    found: dict[int, decisions.Decision] = {}
+    found: dict[int, stats.Decision] = {}
     for group in (*primary, *([others] if others else [])):
         found |= dict(zip(map(id, group), _tested_together(group, looks), strict=True))
     return [_with_verdict(c, found.get(id(c)), compared) for c in compared]
@@ -202,7 +202,7 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Sh
     return found or [Shown(every, math.inf)]
 
 
-def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
+def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[stats.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
     answers = shown(group, looks)
     order: list[str] = []
@@ -210,7 +210,7 @@ def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) ->
         order += sorted(look.sets.difference(order))
     logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
     spreads = [[_spread(c, looks, look.when) for c in group] for look in answers]
-    return decisions.decided(logs, [len(look.sets) for look in answers], spreads, group[0].resolution)
+    return stats.decided(logs, [len(look.sets) for look in answers], spreads, group[0].resolution)
 
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
@@ -224,7 +224,7 @@ def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spr
     )
 
 
-def _with_verdict(c: Comparison, decision: decisions.Decision | None, compared: Sequence[Comparison]) -> Comparison:
+def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequence[Comparison]) -> Comparison:
     """A comparison with its verdict, and with the reason where that is not what its interval alone would say."""
     if c.mechanism_only:
         return replace(c, verdict=MECHANISM_ONLY)
@@ -237,11 +237,11 @@ def _with_verdict(c: Comparison, decision: decisions.Decision | None, compared: 
     repeated = next((t for t in compared if t.role == TWIN and t.baseline_id == c.baseline_id), None)
     twin = stats.estimate([log for set_id, log in repeated.logs if set_id in rested_on] if repeated else [])
     differs = twin.exists and not twin.contains(1)
-    if word in (decisions.FASTER, decisions.SLOWER) and not decisions.beyond_twin(ratio, twin):
-        word, why = decisions.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
-    elif word == decisions.SAME and differs and max(twin.high, 1 / twin.low) > 1 + c.resolution:
-        word, why = decisions.INCONCLUSIVE, "the repeated baseline differs by more"
-    elif word == decisions.INCONCLUSIVE and not ratio.contains(1):
+    if word in (stats.FASTER, stats.SLOWER) and not stats.beyond_twin(ratio, twin):
+        word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
+    elif word == stats.SAME and differs and max(twin.high, 1 / twin.low) > 1 + c.resolution:
+        word, why = stats.INCONCLUSIVE, "the repeated baseline differs by more"
+    elif word == stats.INCONCLUSIVE and not ratio.contains(1):
         why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"
     return replace(c, ratio=ratio, p=decision.p, level=decision.level, verdict=word, why=why)
 
@@ -249,9 +249,7 @@ def _with_verdict(c: Comparison, decision: decisions.Decision | None, compared: 
 def repeats_itself(looks: Sequence[RunRecord]) -> bool:
     """Whether the twins of all questions of a machine agree with their baselines, tested together at 1 %."""
     latest = {(r.experiment, r.baseline_id): (r.look or {}).get("log_ratios", {}).get(TWIN, []) for r in looks}
-    return not decisions.twins_differ(
-        [stats.estimate(logs).p for logs in latest.values() if len(logs) >= decisions.LEAST_SETS]
-    )
+    return not stats.twins_differ([stats.estimate(logs).p for logs in latest.values() if len(logs) >= stats.LEAST_SETS])
 
 
 def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:

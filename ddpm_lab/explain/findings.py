@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_lab.explain import decisions, machine_state, phrases, quality
+from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import WEAK, WHOLE_QUESTION
 from ddpm_lab.record import gradient_fault
@@ -213,7 +213,7 @@ def _nothing_to_compare(
         status, notes = quality.NOT_MEASURED, (f"{whole.reason}.",)
         headline = f"Left out: this cannot be asked of {whole.config.work_name}"
     elif any(r.disturbed_sets for r in others or rows):
-        status, about = decisions.TOO_FEW, (others or rows)[0]
+        status, about = stats.TOO_FEW, (others or rows)[0]
         headline = "No answer yet: other processes disturbed every set"
     elif bases and len(unusable) == len(bases):
         headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
@@ -267,9 +267,9 @@ def headline_of(row: Comparison) -> str:
     subject, other = _subjects(row)
     if row.resolved:
         return difference(row)
-    if row.verdict == decisions.SAME:
+    if row.verdict == stats.SAME:
         return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{with_cores(row)}"
-    if row.verdict == decisions.TOO_FEW:
+    if row.verdict == stats.TOO_FEW:
         return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
     low, high = (phrases.difference(end) for end in row.ratio.ends)
     return f"No clear answer: {subject} may be {low} to {_than(high)} {other}{with_cores(row)}"
@@ -318,7 +318,7 @@ def way_out_of(row: Comparison, *, own_images: bool = False) -> str:
     if row.answered or row.role != "candidate":
         return ""
     typed = command_of(row, own_images=own_images)
-    if row.verdict == decisions.TOO_FEW or not row.sets_needed > row.sets:
+    if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
         return typed
     if row.minutes_needed > 120:
         return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"

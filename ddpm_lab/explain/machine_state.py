@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak, repeats_itself
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, crowded

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
-from ddpm_lab.explain import decisions, quality, stats
+from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
 
@@ -194,12 +194,12 @@ def context(study: Study, *, batch: bool = True) -> str:
 
 def outcome(row: Comparison) -> str:
     """Verdict of a comparison: "faster", "same within 3 %", "inconclusive (resolves 8 %)", "too few sets (1)"."""
-    if row.verdict == decisions.SAME:
+    if row.verdict == stats.SAME:
         return f"same within {share(row.resolution)}"
-    if row.verdict == decisions.TOO_FEW:
-        return f"{decisions.TOO_FEW} ({row.sets})"
-    if row.verdict == decisions.INCONCLUSIVE:
-        return f"{decisions.INCONCLUSIVE} (resolves {share(row.resolves)}{f'; {row.why}' if row.why else ''})"
+    if row.verdict == stats.TOO_FEW:
+        return f"{stats.TOO_FEW} ({row.sets})"
+    if row.verdict == stats.INCONCLUSIVE:
+        return f"{stats.INCONCLUSIVE} (resolves {share(row.resolves)}{f'; {row.why}' if row.why else ''})"
     return status(row.verdict)
 
 

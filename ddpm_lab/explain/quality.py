@@ -19,7 +19,7 @@ from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
-    from ddpm_lab.explain.frames import Study
+    from ddpm_lab.explain.selection import Study
 
 Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.findings import compared
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes

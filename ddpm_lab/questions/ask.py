@@ -19,7 +19,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.declared import arguments
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.findings import compared
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Question
 from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.questions.search import recommendation, search

@@ -18,7 +18,7 @@ from ddpm_lab.explain import findings, machine_state, pages, phrases, quality
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
-from ddpm_lab.explain.frames import Study, once, rank_zero
+from ddpm_lab.explain.selection import Study, once, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS

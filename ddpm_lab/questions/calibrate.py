@@ -18,7 +18,7 @@ import numpy as np
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot
 from ddpm_lab.explain.charts.lines import lines as draw
@@ -102,7 +102,7 @@ def _members(device: str, extra: int, cores: int) -> list[Member]:
 # --- what it says ----------------------------------------------------------------------------------------------------
 
 MINUTES = (1, 5, 20)
-LEAST_SETS = decisions.LEAST_SETS
+LEAST_SETS = stats.LEAST_SETS
 FINE = 0.03
 """A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
 
@@ -146,7 +146,7 @@ class Calibration:
     def planted_found(self) -> bool:
         """Whether the planted slowdown was called slower."""
         slow = self.planted_estimate
-        return decisions.verdict(slow, slow.p, decisions.level_of_look(1)) == decisions.SLOWER
+        return stats.verdict(slow, slow.p, stats.level_of_look(1)) == stats.SLOWER
 
     @property
     def planted_in_interval(self) -> bool:
@@ -157,7 +157,7 @@ class Calibration:
     def resolvable(self) -> dict[int, float | None]:
         """The smallest difference that so many minutes resolve here; None where they have fewer than four sets."""
         sets = {m: int(m * 60 / self.seconds_per_set) if self.seconds_per_set else 0 for m in MINUTES}
-        return {m: _known(decisions.resolvable(self.noise, n)) for m, n in sets.items()}
+        return {m: _known(stats.resolvable(self.noise, n)) for m, n in sets.items()}
 
     @property
     def passed(self) -> bool:

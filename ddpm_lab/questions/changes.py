@@ -15,9 +15,9 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
-from ddpm_lab.explain import decisions, phrases, quality, stats
+from ddpm_lab.explain import phrases, quality, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.selection import RECOMMENDATION, Study
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
 from ddpm_lab.questions.time_budget import TARGETS
@@ -26,7 +26,7 @@ GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, qual
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
-FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = decisions.FASTER, decisions.SLOWER, decisions.INCONCLUSIVE, "not measured"
+FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
 NO_GAIN, WORSE, FAILED = "no gain", "worse quality", "failed"
 _TIERS = {FASTER: 0, INCONCLUSIVE: 1, NOT_MEASURED: 2}
 
@@ -89,7 +89,7 @@ def change(
     changed, status = config.differences(base), NOT_MEASURED if row is None else FAILED
     verdict = NOT_MEASURED if row is None else phrases.outcome(row)
     if row is not None and row.sets:
-        useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
+        useless = row.sets >= stats.LEAST_SETS and row.ratio.high < 1 + row.resolution
         status = row.verdict if row.resolved else NO_GAIN if useless else INCONCLUSIVE
         known |= {"ratio": row.ratio.value, "low": float(row.ratio.low), "high": float(row.ratio.high)}
     status = WORSE if judged.verdict == quality.WORSE and status != FAILED else status

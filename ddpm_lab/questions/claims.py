@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, machine_state, phrases, quality, stats
+from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import BAD, Panel, Row
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.stats import Estimate
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.alone import WORKLOAD
@@ -404,7 +404,7 @@ class Claim:
     nodes: int = 1
     gpus: int = 0
     between: Sequence[tuple[float, float]] = ()
-    expects: str = decisions.FASTER
+    expects: str = stats.FASTER
     best: bool = False
     varies: Sequence[str] = ()
     fault: str = ""
@@ -492,10 +492,10 @@ def _near(claim: Claim, records: Records) -> Judged:
     for value, (low, high) in zip(claim.values, claim.between, strict=True):
         if (row := rows.get(value)) is not None:
             meets = row.ratio.low <= high and row.ratio.high >= low
-            verdicts.append((CONFIRMED if meets else REFUTED) if row.resolved else decisions.INCONCLUSIVE)
+            verdicts.append((CONFIRMED if meets else REFUTED) if row.resolved else stats.INCONCLUSIVE)
             accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
             why.append(f"{row.label}: {accepted if row.resolved else phrases.outcome(row)}")
-    worst = next(v for v in (REFUTED, decisions.INCONCLUSIVE, CONFIRMED) if v in verdicts)
+    worst = next(v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts)
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
     return Judged(worst, here, "; ".join(why))
 
@@ -506,13 +506,13 @@ def _faster(claim: Claim, records: Records) -> Judged:
     if row is None:
         return _undecided(claim, records)
     if not row.resolved:
-        return Judged(decisions.INCONCLUSIVE, _said(row), phrases.outcome(row))
+        return Judged(stats.INCONCLUSIVE, _said(row), phrases.outcome(row))
     why = f"it is called {row.verdict}"
-    if claim.expects == decisions.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it
+    if claim.expects == stats.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it
         cost = torch_compile.break_even(records.studies[row.experiment], row)
-        if row.verdict == decisions.SLOWER and row.config.device == "cpu":
+        if row.verdict == stats.SLOWER and row.config.device == "cpu":
             return _undecided(replace(claim, gpus=1), records)
-        if row.verdict == decisions.FASTER and math.isnan(cost.steps):
+        if row.verdict == stats.FASTER and math.isnan(cost.steps):
             return _undecided(claim, records)
         why = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {torch_compile.pays_off(cost, row)}"
     others = _rows(claim, records) if claim.best else ()
@@ -530,7 +530,7 @@ def _equivalent(claim: Claim, records: Records) -> Judged:
     if not rows:
         return _undecided(claim, records)
     verdicts = {row.equivalence.verdict for row in rows}
-    good = CONFIRMED if verdicts <= set(quality.GOOD) else decisions.INCONCLUSIVE
+    good = CONFIRMED if verdicts <= set(quality.GOOD) else stats.INCONCLUSIVE
     labels = {said: dict.fromkeys(r.label for r in rows if r.quality == said) for said in (r.quality for r in rows)}
     here = "; ".join(f"{phrases.joined(list(names))} {said}" for said, names in labels.items())
     return Judged(REFUTED if quality.WORSE in verdicts else good, here, f"held-out loss {claim.why}")
@@ -545,7 +545,7 @@ def _same_number(claim: Claim, records: Records) -> Judged:
     (low, high), most = read.ratio.ends, 1 + claim.within
     same = claim.within and 1 / most <= low and high <= most
     apart = math.isinf(read.ratio.value) or low > most or high < 1 / most
-    verdict = REFUTED if apart else CONFIRMED if same else decisions.INCONCLUSIVE
+    verdict = REFUTED if apart else CONFIRMED if same else stats.INCONCLUSIVE
     return Judged(verdict, here, f"it reads {FAULTS[claim.fault].said(read)[0]}: {read.factor()}")
 
 

@@ -25,8 +25,8 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
-from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, output_folder, read_settings
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
@@ -46,7 +46,7 @@ Side = str | Path | RunConfig | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparisonResult:
     """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
 
     answer: Answer
@@ -101,7 +101,7 @@ def compare(
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
-) -> Comparison:
+) -> ComparisonResult:
     """Measure two training steps against each other until a difference of ``resolution`` would be found.
 
     Each side is a workload ``module:function`` that can be imported from here, the function itself, a TOML file of
@@ -214,14 +214,14 @@ def on_cores(config: RunConfig, cores: int) -> RunConfig:
     return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))
 
 
-def answer(measured: Planned) -> Comparison:
+def answer(measured: Planned) -> ComparisonResult:
     """What the records say, with a figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]
     name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
     figure = measured.output / "image_output" / f"compare_{name}.png"
     save(found.figure(), figure)
-    return Comparison(answer=found, figure=figure)
+    return ComparisonResult(answer=found, figure=figure)
 
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:

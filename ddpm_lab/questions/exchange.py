@@ -14,7 +14,7 @@ from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes

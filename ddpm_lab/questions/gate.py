@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.explain import decisions, phrases
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.files import expanded, output_folder
@@ -155,7 +155,7 @@ PASSED = "passed"
 IDENTICAL = "identical code"
 SLOWER = "failed"
 NO_RESULT = "no result"
-EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, decisions.INCONCLUSIVE: 0}
+EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, stats.INCONCLUSIVE: 0}
 STRICT = 4
 """The exit code of what is inconclusive, where that is not enough to pass."""
 
@@ -169,7 +169,7 @@ class Outcome:
 
     def exit_code(self, *, strict: bool = False) -> int:
         """0 passed, 1 failed or no result; inconclusive is 0, or 4 where ``strict``."""
-        return STRICT if strict and self.status == decisions.INCONCLUSIVE else EXIT_CODES[self.status]
+        return STRICT if strict and self.status == stats.INCONCLUSIVE else EXIT_CODES[self.status]
 
 
 def outcome(answer: Answer, threshold: float) -> Outcome:
@@ -183,13 +183,13 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     row = next((r for r in comparisons(answer.study) if r.role == "candidate" and r.sets), None)
     if row is None:
         return _said(NO_RESULT, answer.finding.headline)
-    if row.sets < decisions.LEAST_SETS:
-        text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {decisions.LEAST_SETS}"
-        return _said(decisions.INCONCLUSIVE, text)
+    if row.sets < stats.LEAST_SETS:
+        text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {stats.LEAST_SETS}"
+        return _said(stats.INCONCLUSIVE, text)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
     most = phrases.share(1 - row.ratio.low)
-    if row.verdict == decisions.SLOWER and row.ratio.high < least:
+    if row.verdict == stats.SLOWER and row.ratio.high < least:
         how = f"by {phrases.share(1 - row.ratio.value)}, and at least by {phrases.share(1 - row.ratio.high)}, {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
     if row.ratio.low >= 1:
@@ -197,7 +197,7 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     if row.ratio.low > least:
         return _said(PASSED, f"{pair.format('is')} by at most {most}, {allowed}")
     text = f"{pair.format('may be')} by up to {most}, {allowed}"
-    return _said(decisions.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
+    return _said(stats.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
 
 
 def _said(status: str, text: str) -> Outcome:

@@ -20,13 +20,13 @@ import numpy as np
 
 from ddpm_lab import plan
 from ddpm_lab.config import ExchangeConfig
-from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import MEANING
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
@@ -104,7 +104,7 @@ class Part(stats.Interval):
     def resolved(self) -> bool:
         """True if the interval of enough sets leaves 0 out; a straggler must also be identified."""
         named = self.name != STRAGGLER or bool(self.note)
-        return named and self.sets >= decisions.LEAST_SETS and (self.low > 0 or self.high < 0)
+        return named and self.sets >= stats.LEAST_SETS and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +178,8 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
     doubt = ""
     if any(r.mechanism_only for r in records):
         doubt = MECHANISM_ONLY
-    elif 0 < measured.sets < decisions.LEAST_SETS:
-        doubt = f"{phrases.plural(measured.sets, 'set')} only: a claim needs {decisions.LEAST_SETS}"
+    elif 0 < measured.sets < stats.LEAST_SETS:
+        doubt = f"{phrases.plural(measured.sets, 'set')} only: a claim needs {stats.LEAST_SETS}"
     slowest = "" if doubt else slowest_rank(alone)
     parts = []
     for name, how, counted in terms:
@@ -286,7 +286,7 @@ def slowest_rank(records: Sequence[RunRecord]) -> str:
 
     Student's t over sets of ln(its seconds / the mean of the others'), with Bonferroni's correction over ranks.
     """
-    if len(records) < decisions.LEAST_SETS:
+    if len(records) < stats.LEAST_SETS:
         return ""
     logs = _rank_seconds(records)[-1]
     rank = int(logs.mean(axis=0).argmax())

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, findings, machine_state, phrases
+from ddpm_lab.explain import findings, machine_state, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
@@ -371,7 +371,7 @@ class Strategy:
     def way_out(self) -> str:
         """Return the command that measures what is not known at this batch; empty where it was measured."""
         asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
-        if self.answer == decisions.INCONCLUSIVE:
+        if self.answer == stats.INCONCLUSIVE:
             return f"{asked} --resolution 2%"
         return asked if self.measured_batch != self.batch else ""
 
@@ -433,11 +433,11 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     nearest = min((r.batch for r in found), key=lambda b: (abs(math.log(b / batch)), b))
     last = [r for r in found if r.batch == nearest][-1]
     several = [r for r in found if r.baseline_id == last.baseline_id]
-    faster = [r for r in several if r.verdict == decisions.FASTER]
+    faster = [r for r in several if r.verdict == stats.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
     answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
     if not faster and not all(r.answered for r in several):
-        answer, pair = decisions.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
+        answer, pair = stats.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"
     return Strategy(
         answer=answer,

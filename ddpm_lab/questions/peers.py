@@ -12,14 +12,14 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, findings, machine_state, phrases
+from ddpm_lab.explain import findings, machine_state, phrases, stats
 from ddpm_lab.explain.answer import MEANING, Answer, View, band, speed_table, speeds
 from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, common_notes, compared, plain
-from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
@@ -257,7 +257,7 @@ def _turned(row: Comparison) -> Comparison:
     """A row as this trainer beside it; one without a speed as it is."""
     if not row.sets:
         return row
-    verdicts = {decisions.FASTER: decisions.SLOWER, decisions.SLOWER: decisions.FASTER}
+    verdicts = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
     turned = replace(row, ratio=row.ratio.inverse, noise=row.noise.inverse, logs=tuple((s, -v) for s, v in row.logs))
     return replace(turned, verdict=verdicts.get(row.verdict, row.verdict))
 

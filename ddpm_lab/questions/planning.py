@@ -13,9 +13,9 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.data.packed import read_manifest, resolve
-from ddpm_lab.explain import decisions
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import LOOK, study
+from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
@@ -300,7 +300,7 @@ def _target(
         raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
     if missing := missing_to_explain():
         raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
-    to_come = partial(decisions.sets_to_come, effect=resolution)
+    to_come = partial(stats.sets_to_come, effect=resolution)
     return replace(target, sets=sets or MOST_SETS, resolution=resolution, sets_to_come=to_come)
 
 
@@ -424,4 +424,4 @@ def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
     found = comparisons(study(records, "amp")) if records else ()
-    return "bf16" if any(c.primary and c.verdict == decisions.FASTER for c in found) else "fp32"
+    return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
-from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study
+from ddpm_lab.explain.selection import RECOMMENDATION, chosen, study
 from ddpm_lab.files import LEDGER, read_settings, replace
 from ddpm_lab.ledger import Ledger, load, published_trials
 from ddpm_lab.measure import hardware

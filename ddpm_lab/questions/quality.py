@@ -14,7 +14,7 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import decisions, machine_state, phrases
+from ddpm_lab.explain import machine_state, phrases, stats
 from ddpm_lab.explain import quality as verdicts
 from ddpm_lab.explain.answer import Answer, View, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
@@ -23,7 +23,7 @@ from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, unsound, untrained
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial, scaled
 from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
@@ -333,7 +333,7 @@ def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
 def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     """The answer in one line, and the configuration that it is about."""
     good = [r for r in found if r.equivalence.verdict in verdicts.GOOD]
-    quick = [r for r in good if r.verdict == decisions.FASTER]
+    quick = [r for r in good if r.verdict == stats.FASTER]
     worse = [r for r in found if r.equivalence.verdict == verdicts.WORSE]
     says = [f"{r.label} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
     if quick:

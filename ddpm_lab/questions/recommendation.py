@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddpm_lab import files
 from ddpm_lab.explain import answer as shared
-from ddpm_lab.explain import decisions, findings, machine_state, phrases, quality, stats
+from ddpm_lab.explain import findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -25,7 +25,7 @@ from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.files import NOT_IN_FILES, settings_text
 from ddpm_lab.plan import SEARCH, Cell, Question, Space
@@ -64,16 +64,16 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         best = max(untried, key=lambda c: c.ratio.value)
         found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
-    if all(c.verdict == decisions.TOO_FEW for c in rows):
-        return _status(study, "Too few sets to recommend anything", decisions.TOO_FEW, "make report")
-    formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == decisions.FASTER))
+    if all(c.verdict == stats.TOO_FEW for c in rows):
+        return _status(study, "Too few sets to recommend anything", stats.TOO_FEW, "make report")
+    formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not changes.faster(rows, [c.equivalence.verdict for c in rows]):
         why = f"the only gains are in {phrases.joined(formats)}, which is itself not faster"
     unknown = [c for c in rows if c.primary and not c.answered]
     headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
-    status = decisions.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
+    status = stats.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
     return _status(study, headline, status, _to_learn_more(study, unknown[0]) if unknown else "")
 
 
@@ -84,7 +84,7 @@ def _status(study: Study, headline: str, status: str, way_out: str) -> Finding:
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
-    if c.verdict == decisions.FASTER and c.equivalence.verdict in OPEN:
+    if c.verdict == stats.FASTER and c.equivalence.verdict in OPEN:
         able = c.equivalence.reason != quality.NO_LOSS_KNOWN
         return f"{findings.command_of(c, own_images=study.own_images)} --seeds 8" if able else ""
     return findings.way_out_of(c, own_images=study.own_images)
@@ -208,7 +208,7 @@ def _steps(
     order = dict.fromkeys(set_id for look in looks for set_id in sorted(look.sets))
     logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
     over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
-    decided = decisions.decided(over, [len(look.sets) for look in looks], resolution=study.resolution)
+    decided = stats.decided(over, [len(look.sets) for look in looks], resolution=study.resolution)
     found = [baseline]
     for row, decision in zip(known, decided, strict=True):
         last, cell = found[-1], cells[row.run_id]
@@ -223,8 +223,8 @@ def _steps(
 
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
     """Return how many steps, each called faster, end in the last one whose quality has one of these verdicts."""
-    sure = [s.row for s in takewhile(lambda step: step.gain.verdict == decisions.FASTER, steps[1:])]
-    able = [i for i, r in enumerate(sure, 1) if r.verdict == decisions.FASTER and r.equivalence.verdict in verdicts]
+    sure = [s.row for s in takewhile(lambda step: step.gain.verdict == stats.FASTER, steps[1:])]
+    able = [i for i, r in enumerate(sure, 1) if r.verdict == stats.FASTER and r.equivalence.verdict in verdicts]
     return max(able, default=0)
 
 
@@ -240,7 +240,7 @@ def _of_search(found: Recommendation) -> Finding:
         headline = f"Use {words}: {faster}, quality {row.quality}"
     elif found.reach:
         headline = f"{words}: {faster}; quality {row.quality}{' yet' * (judged.verdict == quality.NOT_MEASURED)}"
-    elif row.verdict == decisions.FASTER:
+    elif row.verdict == stats.FASTER:
         headline = f"Keep the baseline: {words} is faster, and its quality is {row.quality}"
     else:
         headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(row)}"

@@ -9,7 +9,7 @@ from typing import Any
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LIMITS
 

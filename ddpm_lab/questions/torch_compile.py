@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
@@ -128,10 +128,10 @@ def counters(study: Study, run_id: str) -> str:
 
 def pays_off(found: BreakEven, row: Comparison) -> str:
     """Such as "after 2,130 steps (1,900 to 2,500)", "never, at this speed", "inconclusive", or "unknown"."""
-    if row.verdict == decisions.SLOWER:
+    if row.verdict == stats.SLOWER:
         return "never, at this speed"
-    if row.verdict != decisions.FASTER:
-        return decisions.INCONCLUSIVE
+    if row.verdict != stats.FASTER:
+        return stats.INCONCLUSIVE
     if math.isnan(found.steps):
         return "unknown"
     few, many = (phrases.significant(v) for v in (found.steps_low, found.steps_high))
@@ -146,7 +146,7 @@ def sentence(study: Study, row: Comparison) -> str:
         return "The cost of a cold compile was not measured."
     measured = phrases.plural(found.measurements, "measurement")
     text = f"Compiling takes {phrases.seconds(found.cold_seconds)} with an empty cache ({measured})"
-    alone = found.measurements == 1 and row.verdict == decisions.FASTER and not math.isnan(found.steps)
+    alone = found.measurements == 1 and row.verdict == stats.FASTER and not math.isnan(found.steps)
     pays = f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
     text += pays if row.resolved else "; whether it pays off is not known yet."
     witnessed = counters(study, row.run_id)

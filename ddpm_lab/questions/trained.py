@@ -20,7 +20,7 @@ from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.comparisons import families as by_family
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table, one_family
 from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord, gradient_fault

@@ -13,7 +13,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
 from ddpm_lab.explain.charts.lines import Plot, lines
 from ddpm_lab.explain.findings import compared
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup

@@ -20,7 +20,7 @@ from ddpm_lab.explain import machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import Comparison
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, csv_text, literal, markdown
 from ddpm_lab.files import replace as write_file

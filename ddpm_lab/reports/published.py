@@ -18,13 +18,13 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
-from ddpm_lab.explain import frames
+from ddpm_lab.explain import selection
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
-from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
+from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
 from ddpm_lab.files import CHECKOUT, replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
@@ -166,7 +166,7 @@ def same_picture(one: bytes, other: bytes) -> bool:
 
 def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
     """Heads of the records that some figure shows, in their order."""
-    wanted = {h for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
+    wanted = {h for h in selection.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
     return [h for h in heads if h in wanted]
 
 

@@ -26,7 +26,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware

@@ -4,7 +4,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import frames
+from ddpm_lab.explain import selection
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import LedgerError
 
@@ -17,7 +17,7 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     trials = make.trials({"bf16": (BF16, 0.0)}, seeds=3)
     later = make.trials({"bf16": (BF16, 0.0)}, seeds=1, images=320, plan=Plan(turns=2), environment=late)
     edited = make.trials({"bf16": (BF16, 0.0)}, seeds=1, code_version="old")
-    found = frames.study([*trials, *speeds, *later, *edited], "amp")
+    found = selection.study([*trials, *speeds, *later, *edited], "amp")
     assert list(found.records) == speeds
     assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
 
@@ -25,7 +25,7 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
 def test_claims_stand_beside_what_other_questions_measured() -> None:
     speeds = make.sets({"bf16": (BF16, 1.5)})
     claims = make.sets({"bf16": (BF16, 1.4)}, experiment="claims")
-    shown = frames.study([*claims, *speeds], "claims")
+    shown = selection.study([*claims, *speeds], "claims")
     assert (list(shown.records), list(shown.beside)) == (claims, speeds)
 
 
@@ -38,22 +38,22 @@ def test_study_takes_the_latest_cohort() -> None:
     new = make.sets({"bf16": (BF16, 1.5)}, environment=then)
     other = make.sets({}, experiment="workers", environment=late)
     note = make.record(RunConfig(), role="note", set_id="", plan=Plan(window_seconds=9.0), environment=late)
-    found = frames.study([*new, *old, *other, note], "amp")
+    found = selection.study([*new, *old, *other, note], "amp")
     assert (list(found.records), found.date) == (new, "2026-01-02")
-    assert frames.study(old + new, "amp", cohort=old[0].cohort).records == tuple(old)
+    assert selection.study(old + new, "amp", cohort=old[0].cohort).records == tuple(old)
 
 
 def test_machines_are_never_mixed() -> None:
     cpu = make.sets({"bf16": (BF16, 1.5)})
     both = cpu + make.on(make.GPUS, cpu)
     with pytest.raises(LedgerError, match=r"2 machines.*Example CPU 9000, 2 cores.*Example GPU X"):
-        frames.study(both, "amp")
+        selection.study(both, "amp")
     for wanted in ("gpu x", make.GPUS.key, make.GPUS.name):
-        assert {r.environment.machine for r in frames.study(both, "amp", machine=wanted).records} == {make.GPUS}
+        assert {r.environment.machine for r in selection.study(both, "amp", machine=wanted).records} == {make.GPUS}
     with pytest.raises(LedgerError, match="'example' fits 2 machines"):
-        frames.study(both, "amp", machine="example")
+        selection.study(both, "amp", machine="example")
     with pytest.raises(LedgerError, match="'cray' is not in the records"):
-        frames.study(both, "amp", machine="cray")
+        selection.study(both, "amp", machine="cray")
 
 
 def test_run_ids_select_what_a_call_asked_for() -> None:
@@ -61,15 +61,15 @@ def test_run_ids_select_what_a_call_asked_for() -> None:
     common = {"role": "note", "set_id": "", "status": "left out", "baseline_id": RunConfig().run_id}
     earlier = make.record(RunConfig(seed=1), label="seed 1", reason="of an earlier call", **common)
     general = make.record(RunConfig(), label="fp16", reason="needs a CUDA device", **common)
-    found = frames.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
+    found = selection.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
     assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16", "fp16"}
-    assert frames.study(records, "amp", run_ids=[BF16.run_id]).records == ()
+    assert selection.study(records, "amp", run_ids=[BF16.run_id]).records == ()
 
 
 def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:
     records = make.sets({"bf16": (BF16, 1.5)}) + make.sets({}, experiment="workers", plan=Plan(turns=7))
     old = make.sets({}, code_version="old", environment=make.environment(date="2020-01-01T00:00:00+00:00"))
-    assert frames.study(old + records, "recommendation").records == tuple(records)
+    assert selection.study(old + records, "recommendation").records == tuple(records)
 
 
 def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> None:
@@ -80,9 +80,9 @@ def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> Non
     alone = make.sets({}, count=3, seed=4)
     lost = make.record(base, role="baseline", set_id="lost", status="crashed", reason="killed")
     records = [*first, *second, *both, *alone, lost]
-    found = frames.study(records, "amp", run_ids={base.run_id, one.run_id}).records
+    found = selection.study(records, "amp", run_ids={base.run_id, one.run_id}).records
     assert {r.set_id for r in found} == {r.set_id for r in (*first, *both, lost)}
     assert {r.label for r in found if r.role == "candidate"} == {"one"}
-    only = frames.study(records, "amp", run_ids={base.run_id}).records
+    only = selection.study(records, "amp", run_ids={base.run_id}).records
     assert {r.set_id for r in only} >= {r.set_id for r in alone}, "against itself: the sets without a rival"
     assert not {r.set_id for r in only} & {r.set_id for r in (*first, *second, *both)}
