@@ -343,7 +343,7 @@ class Step(Fed):
         return total
 
     def _descend(self) -> None:
-        """Clip the gradients, step, and drop them; in fp16 the step is left out if they have overflown."""
+        """Clip the gradients, step, and drop them; in fp16 the step is skipped where they overflowed."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip_norm is not None:
