@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,8 @@ def recommendation(
     user's in place of the lab's own; the other settings, and the errors, are those of ``recommend.recommend``.
     """
     choice("preset", preset, PRESETS)
-    output, reads = output_folder(output_dir), ledger is not None or machine is not None
-    if not reads and (preset != "quick" if minutes is None else minutes > 0):
+    output, measures = output_folder(output_dir), ledger is None and machine is None
+    if measures and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in SEARCHED}
@@ -156,12 +156,12 @@ def recommendation(
             print("note: what is left of the time is too short for a search")
         else:
             recommend(minutes=minutes, **settings)
-    if not reads:
+    if measures:
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
             return answer(study([], RECOMMENDATION, output_dir=output))
     shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
-    if not reads:
+    if measures:
         write_settings(shown)
     return answer(shown)
 
@@ -229,7 +229,7 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     line of progress, or with why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how
     the time is divided. Raises ConfigError, before anything is measured, if it is too short for the first comparison.
     """
-    ends, sets, measured = time.monotonic() + seconds, 0, dict[str, Planned]()
+    ends, added_sets, measured = time.monotonic() + seconds, 0, dict[str, Planned]()
 
     @cache
     def plan(name: str) -> Planned | None:
@@ -237,32 +237,40 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             return plan_question(name, further=False, say=partial(say, name), **asked[name])
         return None
 
-    compared = (one for one in map(plan, asked) if one and any(f.candidates for f in one.experiment.families))
-    if (first := next(compared, None)) and first.campaign.missing():
-        check_time(first.renewed(seconds=max(seconds, 1.0)).campaign)
+    _check_first(map(plan, asked), seconds)
     for count, name in enumerate(asked):
-        if not ((one := plan(name)) and one.campaign.missing()):
+        planned = plan(name)
+        if planned is None or not planned.campaign.missing():
             continue
-        weight = 1 + one.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+        weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
         left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
         with _going_on(name, say):
-            measured[name] = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
-            sets += measured[name].measured_sets
+            measured[name] = planned.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
+            added_sets += measured[name].measured_sets
     with _going_on(RECOMMENDATION, say):
-        first = measured.get("amp") or next(iter(measured.values()), None)
-        if first and (combined := combination(first)):
+        of_this_machine = measured.get("amp") or next(iter(measured.values()), None)
+        if of_this_machine and (combined := combination(of_this_machine)):
             measured = {RECOMMENDATION: combined, **measured}
-    for count, (name, one) in enumerate(measured.items()):
+    for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
         stages = (PRIMARY, OTHERS) if name == RECOMMENDATION else (OTHERS,)
         with _going_on(name, say):
-            measured[name] = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
-            sets += measured[name].measured_sets
+            measured[name] = planned.measure(seconds=max(left, 1.0), stages=stages, look=False)
+            added_sets += measured[name].measured_sets
     date = hardware.environment().date
-    for name, one in measured.items():  # all answers are shown at once
+    for name, done in measured.items():  # all answers are shown at once
         with _going_on(name, say):
-            one.campaign.look(date)
-    return sets
+            done.campaign.look(date)
+    return added_sets
+
+
+def _check_first(questions: Iterable[Planned | None], seconds: float) -> None:
+    """Raise ConfigError if the time is too short for the first question that compares something."""
+    for planned in questions:
+        if planned and any(family.candidates for family in planned.experiment.families):
+            if planned.campaign.missing():
+                check_time(planned.renewed(seconds=max(seconds, 1.0)).campaign)
+            return
 
 
 @contextlib.contextmanager
