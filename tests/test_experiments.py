@@ -6,15 +6,33 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import records as make
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
+from ddpm_lab.ledger import PUBLISHED, Ledger
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.record import LedgerError
+
+
+def test_published_records_of_this_machine_go_before_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "CHECKOUT", tmp_path / "checkout")
+    later = make.environment(date="2026-02-01T10:00:00+00:00")
+    records = make.sets({"slow": (RunConfig(read_loss=True), 0.5)}, experiment="peers")
+    mine, others = make.on(hardware.machine(), records), [dataclasses.replace(r, environment=later) for r in records]
+    for name, found in (("mine", mine), ("others", others)):
+        Ledger(tmp_path / "checkout" / PUBLISHED / f"{name}.jsonl").append(found)
+    shown = experiments.run("peers", output_dir=tmp_path).study
+    assert {r.machine.key for r in shown.records} == {hardware.machine().key}
+    assert shown.published
 
 
 @pytest.mark.slow

@@ -82,14 +82,18 @@ def measured_here(name: str, output_dir: str | Path | None) -> Study:
 
 
 def _published(name: str, output: Path) -> Study:
-    """The records of this machine that answer a question, or else the latest that came with the checkout."""
+    """The records of this machine that answer a question, or else of those that came with the checkout the latest.
+
+    Among the latter this machine's own go first.
+    """
     if (mine := measured_here(name, output)).records:
         return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
-    told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
+    heads = [(h, file) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
+    told = [(h.machine.key == hardware.machine().key, h.date, file, h.machine.key) for h, file in heads]
     if not told:
         return study([], name, output_dir=output)
-    _, file, key = max(told)
+    *_, file, key = max(told)
     return dataclasses.replace(_stored(name, output, file, key), published=True)
 
 
