@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,7 @@ class Untrained:
         """Nothing was started."""
 
 
-class Step(Fed):
+class Step(Fed, ABC):
     """One rank of a training: a network, its optimizer, and all that a configuration puts around them.
 
     Subclasses set ``data`` and compute the ``loss``. ``hook`` compresses the gradients that ranks exchange. Raises
@@ -305,9 +306,9 @@ class Step(Fed):
         self.batch: Any = None
         self.precision = PrecisionWatch(network, self.device, run=self._forward_once)
 
+    @abstractmethod
     def loss(self, batch: Any, part: slice) -> Tensor:
         """Mean loss of the images ``part`` of this rank's share, on the device."""
-        raise NotImplementedError
 
     def update(self) -> None:
         """Called after each step, for an average of the weights."""
