@@ -96,6 +96,24 @@ def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Labo
     assert [question.looks for question in lab.questions.values()] == [SHOWN] * 3
 
 
+def test_too_little_time_for_the_first_comparison_is_refused_before_anything_is_measured(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_short(seconds: float) -> None:
+        raise ConfigError(f"{seconds:.0f} s are too short")
+
+    monkeypatch.setattr(experiments, "check_time", too_short)
+    lab.add("profile", "amp")
+    amp = lab.questions["amp"]
+    amp.experiment = SimpleNamespace(families=(SimpleNamespace(candidates=("bf16",)),))
+    monkeypatch.setattr(amp, "renewed", lambda *, seconds: SimpleNamespace(campaign=seconds), raising=False)
+    with pytest.raises(ConfigError, match="600 s"):
+        lab.measure(600)
+    assert lab.done == []
+    amp.campaign.missing = lambda: False
+    assert lab.measure(600) == 2, "what has been measured needs no time"
+
+
 def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Laboratory) -> None:
     lab.add("multi_gpu", "amp")
     lab.combined = Question("recommendation", lab)

@@ -210,6 +210,8 @@ def test_what_is_resolved_goes_first() -> None:
     assert [a.rank for a in found] == sorted(a.rank for a in found)
     statuses = [by_title(shown, name).status for name in ("batch 32", "batch 16", "2 ranks")]
     assert statuses == [ranked.INCONCLUSIVE, ranked.SLOWER, ranked.NO_GAIN]
+    few = study(profiled(FILES, {"data": 60.0, "forward": 40.0}), *told(FILES, resolved, count=3))
+    assert by_title(few, "2 ranks").status == ranked.INCONCLUSIVE, "three sets do not show that nothing is gained"
 
 
 def test_a_single_set_settles_nothing() -> None:

@@ -56,6 +56,14 @@ print(json.dumps([m for m in sys.modules if m == 'torch' or m.startswith(('ddpm_
 """
 
 
+def test_the_lab_s_own_are_its_files_but_those_that_explain() -> None:
+    folders = {"data", "diffusion", "measure", "training"}
+    measuring = {f"ddpm_lab.{f}.{p.stem}" for f in folders for p in (PACKAGE / f).glob("[a-z]*.py")}
+    sources = code_version().sources.keys()
+    assert measuring | {"ddpm_lab.config", "ddpm_lab.record"} <= sources
+    assert {name.split(".")[1] for name in sources if name.count(".") > 1} - {"__init__"} <= folders
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Loaded:
     """What a rank of the planted workload says that it loaded, from a folder that holds FILES."""

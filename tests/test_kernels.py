@@ -105,10 +105,13 @@ def test_layer_norm(dtype: torch.dtype, bound: dict[torch.dtype, float]) -> None
         h = F.layer_norm(x, (c,), gain, bias)
         return h if residual is None else h + residual
 
-    for shape, added in (((2, 5, 64), True), ((1, 3, 17), True), ((7, 1, 1024), True), ((1, 3, 17), False)):
+    # Over many rows the gradients of gain and bias need sums in single precision, whichever way they are computed.
+    shapes = ((2, 5, 64), True), ((1, 3, 17), True), ((7, 1, 1024), True), ((4, 1024, 8), True), ((1, 3, 17), False)
+    for shape, added in shapes:
         c = shape[-1]
         residuals = [values(*shape, dtype=dtype)] if added else []
-        check(joined, apart, [values(*shape, dtype=dtype, mean=1), values(c), values(c), *residuals], bound[dtype])
+        inputs = [values(*shape, dtype=dtype, mean=1), values(c), values(c), *residuals]
+        check(joined, apart, inputs, min(bound[dtype], 6e-3))
 
 
 def exact_linear_attention(qkv: Tensor, heads: int) -> Tensor:

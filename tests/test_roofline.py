@@ -8,6 +8,7 @@ import pytest
 from cells import column
 from peer_records import WHOLE, against, machine, study
 
+from ddpm_lab.explain import phrases
 from ddpm_lab.plan import OURS
 from ddpm_lab.questions import peers
 from ddpm_lab.questions import roofline as limits
@@ -26,6 +27,8 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
     assert line.headroom == pytest.approx(line.measured_seconds / (20e-3 + optimizer))
+    shown = {row["Work"]: row["Seconds/image"] for row in limits.table(WHOLE, peers.this_trainer(WHOLE))}
+    assert (shown["convolution"], shown["measured"]) == ("20.0 ms", phrases.seconds(line.measured_seconds))
 
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:

@@ -16,7 +16,7 @@ from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
@@ -107,10 +107,11 @@ def trained(group: Ranks) -> int:
 def test_threads_follow_the_free_cores(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
-    free = iter([None, 2, 8, None, 9, 1, 8])
+    """Two ranks: eight free cores are four threads for each, and one of eight, of which half is theirs, two."""
+    monkeypatch.setattr(others, "usable_cores", lambda: 8)
+    free = iter([None, 5, 8, None, 9, 1, 8])
     monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
-    for threads, counts in ((0, [4, 1, 4]), (1, [])):
+    for threads, counts in ((0, [2, 4, 2, 4]), (1, [])):
         group = ranks()
         run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)
         assert [count for method, count in group.calls if method == "set_threads"] == counts
