@@ -27,12 +27,13 @@ SEED_FAMILY = ("seed", "s000")
 LOSSES = ("l1", "l2")
 HOOKS = ("none", "bf16", "fp16")
 _PCIE = (
-    "NCCL_DEBUG=INFO NCCL_ALGO=Tree NCCL_PROTO=Simple NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=0 NCCL_NET_GDR_LEVEL=0 "
-    "NCCL_BUFFSIZE=33554432 NCCL_NTHREADS=16 NCCL_MAX_NCHANNELS=8 NCCL_MIN_NCHANNELS=4"
+    "NCCL_DEBUG=INFO NCCL_ALGO=ring,tree;allreduce:tree NCCL_PROTO=Simple NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=0 "
+    "NCCL_NET_GDR_LEVEL=0 NCCL_BUFFSIZE=33554432 NCCL_NTHREADS=64 NCCL_MAX_NCHANNELS=8 NCCL_MIN_NCHANNELS=4"
 )
 NCCL: dict[str, dict[str, str]] = {"default": {}, "pcie": dict(v.split("=") for v in _PCIE.split())}
 """Environments of NCCL by name. ``pcie`` was published for GPUs on PCIe alone: it turns peer-to-peer off, which is
-harmful with NVLink."""
+harmful with NVLink. Two values are not as published: a bare "Tree" would leave broadcasts and gathers, which know only
+rings, without an algorithm, and NCCL takes multiples of 32 threads from 64 on (for 16 it takes its maximum)."""
 
 DDPM = "ddpm_lab.training.train:ddpm"
 LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
@@ -204,6 +205,9 @@ class RunConfig:
             yield f"loader_workers is {self.loader_workers} {none}: use loader 'files', or 0 workers"
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):
             yield f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU"
+        if self.compile_mode != "default" and self.accumulation > 1:
+            graphs = f"compile_mode {self.compile_mode!r}, whose CUDA graphs hold the gradients of one micro-batch"
+            yield f"accumulation is {self.accumulation} with {graphs}: use accumulation 1, or compile_mode default"
         for name, able in OWN_CHOICES.items() if self.is_own else ():
             if (value := getattr(self, name)) not in able:
                 yield f"{name} of {self.work_name} is {value!r}: choose one of {', '.join(map(str, able))}"

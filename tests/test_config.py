@@ -116,6 +116,11 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     # not together
     (RunConfig, {"image_size": 36, "network": "ddpm"}, ["image_size", "36", "'ddpm'", "multiple of 8"]),
     (RunConfig, {"world_size": 4, "nodes": 3}, ["world_size 4", "3 nodes", "multiple of 3"]),
+    (
+        RunConfig,
+        {"device": "cuda", "compile": "whole", "compile_mode": "max-autotune", "accumulation": 2},
+        ["accumulation is 2", "'max-autotune'", "compile_mode default"],
+    ),
     (RunConfig, {"world_size": 2, "accumulation": 5}, ["32", "2 ranks", "5 micro-batches", "multiple of 10"]),
     (RunConfig, {"loader_workers": 2}, ["loader_workers", "2", "'packed'"]),
     (RunConfig, {"precision": "fp16"}, ["'fp16'", "CUDA"]),

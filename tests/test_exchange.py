@@ -58,6 +58,16 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
     assert (name, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
 
 
+def test_settings_for_pcie_leave_each_collective_an_algorithm_and_are_values_that_nccl_takes() -> None:
+    """By NCCL's rules: the first entry holds for every collective, and trees only reduce to all."""
+    usual, *others = NCCL["pcie"]["NCCL_ALGO"].split(";")
+    named = dict(entry.split(":") for entry in others)
+    known = {"allreduce": {"ring", "tree"}, "broadcast": {"ring"}, "allgather": {"ring"}}
+    algorithms = {name: able & {*named.get(name, usual).lower().split(",")} for name, able in known.items()}
+    assert algorithms == {"allreduce": {"tree"}, "broadcast": {"ring"}, "allgather": {"ring"}}
+    assert int(NCCL["pcie"]["NCCL_NTHREADS"]) in range(64, 513, 32)
+
+
 def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
     found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
     sizes = [(f.baseline.world_size, f.baseline.global_batch_size) for f in found]
