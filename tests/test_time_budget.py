@@ -122,3 +122,12 @@ def test_shares_count_each_second_once_and_answer_where_there_is_no_budget() -> 
     assert "Operator" in shown.table()[0]
     record.profile["operators"][3]["self_device_seconds"] = 2.0
     assert [(op.name, op.seconds) for op in tb.operators(record)] == [("aten::native_group_norm_backward", 2.0)]
+
+
+def test_a_profile_that_saw_nothing_of_the_gpu_says_so() -> None:
+    for device, seconds, told in (("cuda", 0.0, True), ("cuda", 2.0, False), ("cpu", 0.0, False)):
+        record = make.profile(RunConfig(purpose="profile", device=device))
+        assert record.profile is not None
+        record.profile["operators"][3]["self_device_seconds"] = seconds
+        shown = answer(make.study([record]))
+        assert ("saw nothing of the GPU" in shown.finding.claim) == told

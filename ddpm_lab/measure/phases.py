@@ -239,7 +239,8 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
 
 def _operator_rows(operators: Mapping[str, list[float]], *, by_device: bool) -> list[dict[str, Any]]:
     """The ``TOP`` operators by their own seconds, the longest first, and the sum of the rest as a last row."""
-    ranked = sorted(operators.items(), key=lambda item: item[1][2 if by_device else 1], reverse=True)
+    column = 2 if by_device and any(row[2] for row in operators.values()) else 1
+    ranked = sorted(operators.items(), key=lambda item: item[1][column], reverse=True)
     rows = [(name, *columns) for name, columns in ranked[:TOP]]
     if rest := [columns for _, columns in ranked[TOP:]]:
         rows.append(("(other operators)", *map(sum, zip(*rest, strict=True))))

@@ -55,7 +55,7 @@ def answer(study: Study) -> Answer:
     record = budget.latest_profile(study.records)
     if record is None:
         return _shown(study, _nothing(study))
-    taken, known = budget.budget(record), budget.operators(record)
+    taken, known, unseen = budget.budget(record), budget.operators(record), budget.unseen(record)
     if taken is None and not known:
         return _shown(study, plain(study, "The profile holds no operator time", FAILED))
     context = phrases.context(replace(study, records=(record,)))
@@ -64,11 +64,11 @@ def answer(study: Study) -> Answer:
         return _operators_figure(f"{context}{style.SEPARATOR}{record.family}", record)
 
     if taken is None:
-        found = replace(plain(study, budget.operator_headline(record), ANSWERED), verdict="profiled")
+        found = replace(plain(study, budget.operator_headline(record), ANSWERED, unseen), verdict="profiled")
         return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    found = plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
+    found = plain(study, budget.headline(taken), status, mechanism, unseen, evidence=f"{budget.evidence(taken)}.")
     views = (
         View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
         View(caption="The operators in numbers.", table=lambda: operators_table(record)),
@@ -198,7 +198,7 @@ def _operators_figure(context: str, record: RunRecord) -> Figure:
         context=f"{context}{style.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
-        "profiler slows a step down: shares are shown, not speeds.",
+        f"profiler slows a step down: shares are shown, not speeds. {budget.unseen(record)}".strip(),
     )
 
 

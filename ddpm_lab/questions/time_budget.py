@@ -309,6 +309,12 @@ def on_device(record: RunRecord) -> bool:
     return any((op.get("self_device_seconds") or 0) > 0 for op in (record.profile or {}).get("operators", ()))
 
 
+def unseen(record: RunRecord) -> str:
+    """A sentence where a profile of a GPU holds no device time; else empty."""
+    why = "The profiler saw nothing of the GPU (CUPTI may be refused here, as on WSL2)"
+    return "" if record.config.device == "cpu" or on_device(record) else f"{why}: operators stand by their CPU time."
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """Calls and exclusive seconds of an operator, or a class of them, in a profile; and its share of all seconds."""
