@@ -91,6 +91,9 @@ class Busy(Planted):
         said = {"images": honest * self.config.rank_batch_size, "loader_workers": self.config.loader_workers}
         return {**said, **dict(self.option("says", ()))}
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
 
 class Compiling(Busy):
     """Runs a slow child process in its step, as a compiler does."""

@@ -49,6 +49,7 @@ def nvml(*cards: Card | None, driver: str | None = "600.1") -> Any:
     return SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlSystemGetDriverVersion=lambda: driver,
+        nvmlSystemGetCudaDriverVersion_v2=lambda: 12020,
         nvmlDeviceGetCount=lambda: len(cards),
         nvmlDeviceGetHandleByIndex=by_index,
         nvmlDeviceGetHandleByUUID=lambda uuid: {c.values["uuid"]: c for c in cards if c}[uuid],

@@ -51,6 +51,14 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("chosen", ["", "FASTEST_FIRST"])
+def test_cuda_numbers_gpus_as_nvml_does_unless_the_user_says_otherwise(chosen: str) -> None:
+    name = "CUDA_DEVICE_ORDER"
+    environment = {name: chosen} if chosen else {}
+    with Group(busy_config(), threads=1, modules=MODULES, environment=environment) as g:
+        assert g.call("variable", 60, name=name) == [chosen or "PCI_BUS_ID"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])

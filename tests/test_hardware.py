@@ -88,8 +88,8 @@ def test_what_nvml_does_not_know_is_none_and_a_mig_device_is_the_one_gpu(
 
 
 TORCH = """
-import types, numpy
-open({asked!r}, "a").write("once ")
+import os, types, numpy
+open({asked!r}, "a").write(os.environ["CUDA_DEVICE_ORDER"])
 def init():
     if {error!r}:
         raise RuntimeError({error!r})
@@ -127,12 +127,16 @@ def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
 ) -> None:
     asked = install("L40", "T4")
     assert (gpu_trouble(), setting.usual_device(None), hardware.least_capability()) == ("", "cuda", (7, 5))
-    assert asked.read_text() == "once "
+    assert asked.read_text() == "PCI_BUS_ID", "once, and in the order of NVML"
     install("T4", broken="CUDA error: out of memory")
     assert gpu_trouble() == "", "others fill it"
     rows: list[tuple[dict[str, str], float, str]] = [
-        ({"error": OLD, "driver": "535.1"}, 60, f"T4, V100 with driver 535.1: {OLD.partition('.')[0]};"),
-        ({"broken": NO_KERNEL}, 60, f"T4, V100 with driver 600.1: {NO_KERNEL};"),
+        (
+            {"error": OLD, "driver": "535.1"},
+            60,
+            f"T4, V100 with driver 535.1, which is for CUDA up to 12.2: {OLD.partition('.')[0]};",
+        ),
+        ({"broken": NO_KERNEL}, 60, f"T4, V100 with driver 600.1, which is for CUDA up to 12.2: {NO_KERNEL};"),
         ({"code": "raise ImportError('no libcudart')"}, 60, "no libcudart;"),
         ({"code": "import os\nos._exit(3)"}, 60, "ended with 3;"),
         ({"code": "import time\ntime.sleep(60)"}, 0.2, "within 0 s;"),
@@ -146,6 +150,12 @@ def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
     with pytest.raises(ConfigError, match="cannot use T4"):
         setting.usual_device(None)
     assert setting.usual_device("cpu") == "cpu"
+    install("T4", error="Torch not compiled with CUDA enabled")
+    monkeypatch.setattr(hardware, "package_version", lambda _: "2.15.0+cpu")
+    monkeypatch.setattr(hardware, "TORCH_SECONDS", 60)
+    assert hardware.gpus() == ()
+    with pytest.raises(ConfigError, match="torch 2.15.0.cpu cannot use T4 .* not compiled with CUDA enabled;"):
+        setting.usual_device(None)
 
 
 OTHERS = ("gpu_others", "gpu_others_bytes", "gpu_others_changed_bytes", "gpu_others_percent")

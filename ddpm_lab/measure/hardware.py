@@ -25,9 +25,9 @@ from ddpm_lab.record import Environment, Machine
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
 WAYS_OUT = (
     "see that nvidia-smi answers, and install a torch that fits the driver and the GPU "
-    "(https://pytorch.org/get-started/locally; for drivers before CUDA 13, and GPUs before the Turing generation: pip "
-    "install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU with "
-    "CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
+    "(https://pytorch.org/get-started/locally; CUDA 13 needs driver 580; for older ones, and GPUs before the Turing "
+    "generation: pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU "
+    "with CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
 )
 _ASK_TORCH = (
     "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
@@ -35,6 +35,8 @@ _ASK_TORCH = (
     "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]"
 )
 """Print the lowest compute capability, and run a first kernel on each GPU."""
+IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Has CUDA number GPUs as NVML does, and not by their speed, unless the environment says otherwise."""
 TORCH_SECONDS = 120.0  # how long torch may take for this
 
 
@@ -234,6 +236,8 @@ def gpu_trouble() -> str:
     if not (cards := _visible()) or not (error := _ask_torch()[1]):
         return ""
     names, driver = ", ".join(dict.fromkeys(card.name for card in cards)), _nvidia()[1] or "unknown"
+    if cuda := ask_nvml("nvmlSystemGetCudaDriverVersion_v2"):
+        driver += f", which is for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
     return f"torch {package_version('torch')} cannot use {names} with driver {driver}: {error}; {WAYS_OUT}"
 
 
@@ -245,9 +249,9 @@ def least_capability() -> tuple[int, int] | None:
 @cache
 def _ask_torch() -> tuple[tuple[int, int] | None, str]:
     """The lowest compute capability, or torch's error; asked once, in a process of its own, since it wakes CUDA."""
-    command = [sys.executable, "-P", "-c", _ASK_TORCH]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "env": IN_ORDER | os.environ}
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TORCH_SECONDS)
+        done = subprocess.run([sys.executable, "-P", "-c", _ASK_TORCH], check=False, timeout=TORCH_SECONDS, **how)
     except subprocess.TimeoutExpired:
         return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
     major, minor = map(int, done.stdout.split()[-2:] or (0, 0))

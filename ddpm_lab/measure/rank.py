@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
+from ddpm_lab.measure.hardware import IN_ORDER
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, cuda_event, mean, profile_steps
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, say
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
@@ -61,7 +62,7 @@ class Rank:
         """Set the process up and make the workload; nothing here is timed as training."""
         config = self.job.config
         # NCCL reads its settings when a group's first communicator is made.
-        os.environ.update({**self.job.environment, **NCCL[config.exchange.nccl]})
+        os.environ.update({**IN_ORDER, **os.environ, **self.job.environment, **NCCL[config.exchange.nccl]})
         torch.set_num_threads(self.job.threads)
         if config.freed_memory == "kept":
             keep_freed_memory()
