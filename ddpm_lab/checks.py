@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -62,6 +64,13 @@ def percent(text: str, place: str = "a share") -> float:
     if not 0 < value < 1:
         raise ConfigError(f"{place} is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
     return value
+
+
+def compiler(device: str) -> tuple[str, str, str, str | None]:
+    """What torch.compile runs for a device, as inductor and Triton choose it: kind, package, name, and place if any."""
+    kind, variable, usual = ("C++", "CXX", ("g++",)) if device == "cpu" else ("C", "CC", ("gcc", "clang"))
+    names = (os.environ[variable],) if variable in os.environ else usual
+    return f"{kind} compiler", usual[0], names[0], next(filter(None, map(shutil.which, names)), None)
 
 
 def missing_to_explain() -> str:

@@ -61,3 +61,5 @@ def test_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hardware, "gpus", lambda: cards)
     gpu = items(tmp_path)["NVIDIA GPU"]
     assert (gpu.present, gpu.detail) == (True, "Card X (80 GiB), Card Y (24 GiB)")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "apt install gcc" in items(tmp_path)["C compiler"].adds, "Triton's"

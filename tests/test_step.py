@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpm_lab.config import OWN, RunConfig
-from ddpm_lab.diffusion.step import compile_seen
+from ddpm_lab.diffusion.step import allow_tf32, compile_seen, require
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext, Training
+from ddpm_lab.workload import RankContext, Training, Unsupported
 
 
 class Block(nn.Module):
@@ -56,6 +56,65 @@ def test_the_mode_is_read_back_and_a_silent_fall_back_is_counted(mode: str, whol
         assert seen["cuda_graph_skips"] >= 1
         (sentence,) = mismatches(label, [{"rank": 0, "device": "cuda:0", "steps": 3, **seen}])
         assert "rank 0 recorded 0 and skipped" in sentence
+
+
+def test_old_and_new_names_of_tf32_say_the_same() -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    for allowed in (True, False, True, False):
+        allow_tf32(allowed)
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
+        kind = "tf32" if allowed else "ieee"
+        new: list[Any] = [matmul, cudnn, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]
+        assert [settings.fp32_precision for settings in new] == [kind] * 4
+        assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
+        with cudnn.flags(enabled=True):  # as libraries set it for a while
+            """Reads all old names, and writes them back."""
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+
+
+@pytest.mark.usefixtures("ampere")
+def test_the_compiler_that_is_demanded_is_the_one_that_would_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = RunConfig(compile="whole")
+    on_gpu = dataclasses.replace(on_cpu, device="cuda")
+    rows = [
+        ("g++", on_gpu, r"C compiler \(gcc\).*install gcc"),
+        ("clang", on_cpu, r"C\+\+ compiler \(g\+\+\).*install g\+\+"),
+    ]
+    for present, lacking, words in rows:
+        monkeypatch.setenv("PATH", str(tmp_path / present))
+        for variable in ("CC", "CXX"):
+            monkeypatch.delenv(variable, raising=False)
+        program = tmp_path / present / present
+        program.parent.mkdir()
+        program.touch(mode=0o755)
+        require(on_gpu if lacking is on_cpu else on_cpu)
+        with pytest.raises(Unsupported, match=words):
+            require(lacking)
+        monkeypatch.setenv("CC" if lacking is on_gpu else "CXX", str(program))
+        require(lacking)
+
+
+@pytest.fixture
+def usual_kernels() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.usefixtures("ampere", "usual_kernels")
+def test_weights_that_are_compared_to_the_last_bit_are_computed_the_same_way_each_time(synthetic: RunConfig) -> None:
+    """What GPUs add up in any order, and kernels that are chosen by timing them, would tell equal runs apart."""
+    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+    label = dataclasses.replace(synthetic, device="cuda", purpose="quality")
+    for draws, same in ((2, False), (0, True)):
+        Trainer(dataclasses.replace(label, options=(("images", 160), ("draws", draws))), context)
+        assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == (same, not same)
+    assert not torch.is_deterministic_algorithms_warn_only_enabled(), "which leaves flash attention as it is"
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpm_lab.checks import compiler
 from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
@@ -71,7 +72,7 @@ def checkup(output: Path) -> list[Item]:
     version, gpus, cores = sys.version_info, hardware.gpus(), hardware.usable_cores()
     trouble = hardware.gpu_trouble()
     slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
-    found = shutil.which(compiler := os.environ.get("CXX", "g++"))
+    kind, needed, compiling_with, found = compiler("cuda" if gpus and not trouble else "cpu")
     header = Path(sysconfig.get_path("include"), "Python.h")
     headers = str(header) if header.exists() else "Python.h is missing"
     compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
@@ -83,7 +84,7 @@ def checkup(output: Path) -> list[Item]:
         Item("Python 3.11 to 3.13", python, platform.python_version(), other),
         *(package(module, adds) for module, adds in PACKAGES.items()),
         Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or "none visible", slower),
-        Item("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
+        Item(kind, found is not None, found or f"{compiling_with} is missing", f"{compiling} {needed}"),
         Item("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
         Item("output folder", os.access(place, os.W_OK), room, "choose one that can be written with --output-dir"),
         Item("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks: two cores, or several GPUs"),

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import shutil
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpm_lab.checks import compiler
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Batch, open_loader
@@ -29,9 +29,9 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def require(config: RunConfig) -> None:
     """Raise Unsupported, with what to install, for a configuration this machine cannot run."""
     if config.compile != "off":
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise Unsupported(f"no C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
+        kind, package, name, place = compiler(config.device)
+        if place is None:
+            raise Unsupported(f"no {kind} ({name}); on Debian or Ubuntu: apt install {package}")
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
     if config.device == "cuda":
@@ -42,9 +42,9 @@ def require(config: RunConfig) -> None:
 
 def allow_tf32(allow: bool) -> None:
     """Without this a convolution in "fp32" would run in TF32 on recent GPUs, since cuDNN allows it by default."""
-    kind = "tf32" if allow else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = kind
-    torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+    # Torch has old and new names for this, and reading one fails where the other says otherwise.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allow
+    torch.backends.cudnn.fp32_precision = "tf32" if allow else "ieee"
     torch.backends.cudnn.benchmark = True
 
 
@@ -285,6 +285,12 @@ class Step(Fed, ABC):
     ) -> None:
         require(config)
         allow_tf32(config.precision == "tf32")
+        if config.device == "cuda" and config.option("draws", None) == 0:
+            # The weights are compared to the last bit: kernels must be the same each time, and add up in one order. A
+            # user's training may need an operator that cannot; where that only warns, attention keeps its usual kernel.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch warns of each product
+            torch.use_deterministic_algorithms(mode=True, warn_only=config.is_own)
+            torch.backends.cudnn.benchmark = False
         self.config, self.context, self.device = config, context, torch.device(context.device)
         self.network, self.optimizer = network, optimizer
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -316,7 +322,7 @@ class Step(Fed, ABC):
     def step(self, batch: Any) -> Tensor:
         """One optimizer step; returns this rank's mean loss, still on the device."""
         self.data.note(batch)
-        if self.config.compile != "off":
+        if self.config.compile == "whole":
             self.batch = batch  # for the witness, which cannot look into what is compiled
         elif self.precision.dtype is None:
             self.precision.watch()  # and not before: a held-out loss runs the network in another format

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import ConfigError, compiler, whole
 from ddpm_lab.config import (
     LOADER_ALONE,
     OBSERVED_OPTIONS,
@@ -61,7 +59,7 @@ def usual_settings(device: str) -> dict[str, Any]:
         own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
     else:
         precision = "bf16" if multiplies_bf16() else "fp32"
-        kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
+        kernels = "fused" if compiler("cpu")[-1] else "aten"
         own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
     return {"precision": precision, "channels_last": True, **own}
 
