@@ -280,6 +280,8 @@ BOTH_FP32, LEVERS, SAMPLING = ", both fp32", ", one lever at a time", ", a step 
 LIMITS = "limits of this machine"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""
+ATTENTION = ("cudnn", "flash", "mem_efficient", "math")
+"""Torch's kernels of softmax attention on a GPU; the option "attention" leaves it one alone."""
 FUSED_PARTS = (
     *("group norm", "layer norm", "linear attention", "upsampling", "time layers"),
     *("weights' gradient", "attention products"),

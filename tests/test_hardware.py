@@ -154,7 +154,7 @@ def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
     monkeypatch.setattr(hardware, "package_version", lambda _: "2.15.0+cpu")
     monkeypatch.setattr(hardware, "TORCH_SECONDS", 60)
     assert hardware.gpus() == ()
-    with pytest.raises(ConfigError, match="torch 2.15.0.cpu cannot use T4 .* not compiled with CUDA enabled;"):
+    with pytest.raises(ConfigError, match=r"cpu cannot use T4 .* not compiled with CUDA enabled;"):
         setting.usual_device(None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.plan import FUSED_PARTS
+from ddpm_lab.plan import ATTENTION, FUSED_PARTS
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
@@ -83,6 +84,30 @@ def test_the_axis_of_attention_is_witnessed_and_does_change_the_loss(config: Run
     assert mismatches(config, [rank_of(trainer)]) != []
 
 
+@pytest.fixture
+def attention() -> Iterator[None]:
+    """Afterwards torch may use all kernels again."""
+    yield
+    for name in ATTENTION:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled=True)
+
+
+@pytest.mark.usefixtures("attention")
+def test_the_kernel_of_attention_is_chosen_and_witnessed(config: RunConfig) -> None:
+    """Torch's choice among kernels of CPUs obeys the same flags."""
+    _, plain = trained(config, 2)
+    for name, runs in (("math", 0), ("flash", 1)):
+        chosen = dataclasses.replace(config, options=(("attention", name),))
+        trainer, losses = trained(chosen, 2)
+        q = torch.ones(1, 1, 64, 32)
+        assert torch._fused_sdp_choice(q, q, q) == runs
+        assert losses == pytest.approx(plain, rel=1e-4)
+        assert mismatches(chosen, [rank_of(trainer)]) == []
+        assert mismatches(config, [rank_of(trainer)]) == [f"the label says attention , rank 0 ran with {name}"]
+    with pytest.raises(ConfigError, match="did you mean flash"):
+        trained(dataclasses.replace(config, options=(("attention", "flsh"),)), 1)
+
+
 def synchronisations(config: RunConfig) -> set[str]:
     """Operators in the trace of a step that wait for a value: on a GPU each would wait for the device.
 
@@ -148,5 +173,6 @@ def test_compiled_in_whole_or_block_by_block(config: RunConfig, compile_: str, m
     assert losses == pytest.approx(eager, rel=1e-4)
     seen = rank_of(trainer)
     assert mismatches(pulled, [seen]) == []
+    assert trainer.witness()["graphs"] == seen["graphs"], "reading it compiles nothing"
     assert seen["graph_breaks"] == 0
     assert mismatches(dataclasses.replace(config, compile="whole" if compile_ == "regional" else "regional"), [seen])

@@ -24,7 +24,7 @@ from ddpm_lab.diffusion.step import (
     require,
 )
 from ddpm_lab.diffusion.unet import UNet, build_network
-from ddpm_lab.plan import FUSED_PARTS
+from ddpm_lab.plan import ATTENTION, FUSED_PARTS
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -35,6 +35,9 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")
     choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
+    choice("options.attention", attention := config.option("attention", ""), ("", *ATTENTION))
+    for each in ATTENTION if attention else ():
+        getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
     lab = build_network(
         config.network,
         image_size=config.image_size,
@@ -59,7 +62,9 @@ def compile_stages(network: nn.Module, mode: str) -> None:
 
 def network_seen(network: AnyUNet) -> dict[str, Any]:
     """The settings that are properties of a network, read back from it."""
+    attention = [each for each in ATTENTION if getattr(torch.backends.cuda, f"{each}_sdp_enabled")()]
     return {
+        "attention": attention[0] if len(attention) == 1 else "",
         "implementation": "lab" if isinstance(network, UNet) else "plain",
         "channels_last": channels_last_seen(network),
         "attention_axis": network.config.middle_attention_axis,

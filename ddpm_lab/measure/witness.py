@@ -53,6 +53,7 @@ def _expected(config: RunConfig) -> dict[str, Any]:
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
         "without": config.option("without", ""),
+        "attention": config.option("attention", ""),
         FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
     }
     # Where nothing is asked for, whatever the machine or its C library does is meant.

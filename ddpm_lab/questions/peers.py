@@ -200,6 +200,8 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
             ("max-autotune", {"compile_mode": "max-autotune"}),
             ("packed, copied", {"loader": "packed"}),
         ]
+        if ours.precision == "bf16":  # GPUs without it have neither kernel
+            changes += [(f"{name} attention", {"options": (("attention", name),)}) for name in ("flash", "cudnn")]
     rows = tuple((label, replace(ours, **change)) for label, change in changes)
     return Family(name=name, baseline=ours, baseline_label="as by default", candidates=rows)
 

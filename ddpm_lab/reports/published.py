@@ -211,12 +211,12 @@ FIELDS = {
     "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
     "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
     "first_losses message_bytes buckets summed_over waited_seconds hosts data_device images steps indices_sha256 "
-    "device_used_bytes device_total_bytes unlisted_modules astray_modules",
+    "device_used_bytes device_total_bytes unlisted_modules astray_modules attention",
 }
 """What is published of each part."""
 MODULES = ("unlisted_modules", "astray_modules")
 """Fields of a rank's witness that name files of the user, unless they are empty."""
-WORDS = ("ways", "package", "without")
+WORDS = ("ways", "package", "without", "attention")
 """Options whose value is a word of the lab's, and not a path or name of the user's."""
 CAUSE = re.compile(r"rank \d+(?:: \w+(?=:)| was killed by SIG\w+(?: in '\w+' of step \d+)?)")
 """What is published of a failure's reason: which rank, and the kind of error or the signal."""
