@@ -13,6 +13,7 @@ from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state as ms
+from ddpm_lab.explain.answer import ENERGY
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
@@ -77,10 +78,24 @@ def test_a_gpu_is_told_with_units() -> None:
         "Peak memory of a rank, 1 rank": "3.0 GiB allocated, 4.0 GiB reserved: 5 % of the card, 76.0 GiB headroom",
     }
     assert rows(study).items() >= expected.items()
-    joules = sorted(400 * r.windows[0].seconds_per_image for r in study.records if r.role == "baseline")
-    energy = float(rows(study)["Energy per image, 1 rank"].removesuffix(" J"))
-    assert joules[0] <= energy <= joules[-1] * 1.01
     assert set(column(answer(study).table(), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"
+
+
+@pytest.mark.parametrize("experiment", ["amp", "torch_compile", "multi_gpu", "peers"])
+def test_energy_stands_beside_speed_where_the_cards_count_it(experiment: str) -> None:
+    records = [replace(r, experiment=experiment) for r in ranks("cuda")]
+
+    def energies(**state: float | None) -> list[str]:
+        shown = make.study([*make.with_state(records, **make.GPU_STATE, **state)], experiment)
+        return column(answer(shown).table(), ENERGY)
+
+    timed = [w for r in records if r.role == "baseline" for w in r.windows]
+    seconds, images = sum(w.seconds for w in timed), sum(w.images for w in timed)
+    found = energies(gpu_energy_joules=200.0, watched_seconds=0.4)  # 500 W, settle steps included
+    assert float(found[0].replace(",", "")) == pytest.approx(500 * seconds / images * 1e6 / 3.6e6, rel=0.01)
+    assert "unknown" not in found
+    with pytest.raises(KeyError):
+        energies(gpu_energy_joules=None)
 
 
 def test_what_is_unknown_is_not_available_and_never_zero() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NONE = phrases.DASH
+ENERGY = "kWh for a million images"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,8 @@ def speed_table(
     if not cells:
         return []
     cells[0]["Note"] = f"{cells[0]['Note']} {machine_state.unknown(study)}".strip()
-    empty = {"Note": [""], "Disturbed sets": ["0"], **{key: [_NONE] for key in phrases.LOSS}}
+    empty = {"Note": [""], "Disturbed sets": ["0"], ENERGY: [_NONE, "unknown"]}
+    empty |= {key: [_NONE] for key in phrases.LOSS}
     return without_constant(cells if name_family else one_family(cells), empty)
 
 
@@ -108,6 +110,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
         "Speed": phrases.ratio_with_interval(row),
         "Verdict": phrases.outcome(row),
         "Images/s": phrases.significant(row.images_per_second),
+        ENERGY: phrases.significant(row.joules_per_image / 3.6),
         "Step": phrases.seconds(row.step_seconds),
         "Time for 50,000 images (projected)": phrases.seconds(row.projected_seconds),
         **further,

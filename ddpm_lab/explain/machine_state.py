@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak, repeats_itself
@@ -39,7 +39,6 @@ class Moment:
     record: RunRecord
     turn: int
     seconds: float | None
-    images: int
     others_cores: float | None
     stolen_seconds: float | None
     state: dict[str, float | None]
@@ -59,10 +58,10 @@ def moments(study: Study) -> list[Moment]:
             turns += 1 + max(w.turn for w in r.windows)
         for w in r.windows:
             turn = first[r.set_id] + w.turn + 1
-            found.append(Moment(r, turn, w.seconds, w.images, w.others_cores, w.stolen_seconds, w.state))
+            found.append(Moment(r, turn, w.seconds, w.others_cores, w.stolen_seconds, w.state))
         if taken := (r.profile or {}).get("budget"):
             others, stolen = taken.get("others_cores"), taken.get("stolen_seconds")
-            found.append(Moment(r, 0, None, 0, others, stolen, taken.get("state", {})))
+            found.append(Moment(r, 0, None, others, stolen, taken.get("state", {})))
     return sorted(found, key=lambda m: m.turn)
 
 
@@ -129,10 +128,6 @@ def table(study: Study) -> Table:
     for m in shown:
         named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
     for name, own in named.items():
-        known = ((m.state.get("gpu_power_watts"), m.seconds, m.images) for m in own)
-        joules = [watts * seconds / n for watts, seconds, n in known if watts is not None and seconds and n]
-        if joules:
-            rows.append((f"Energy per image, {name}", f"{phrases.significant(median(joules))} J"))
         rows.append((f"Peak memory of a rank, {name}", _peak(own[-1].record)))
     return [{"Meanwhile": name, "Value": value} for name, value in rows]
 
