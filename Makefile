@@ -18,12 +18,13 @@ help: ## show this list
 	@echo '  MINUTES=N       report: time budget for all notebooks together'
 	@echo '  ARGS="..."      report, lab, test, test-slow: further arguments for the command'
 	@echo '  PYTHON=PATH     the Python (3.11 to 3.13) to set up with'
+	@echo '  TORCH=WHICH     setup: installed (the torch of that Python), cu126, cpu, or locked'
 
 setup: ## set up .venv with the locked packages (3 GB to download, 6 GB on disk, the first time)
-	@PYTHON='$(PYTHON)' scripts/setup.sh
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh
 
 dev: setup ## install what the tests and checks need besides
-	@.boot/uv sync --frozen --inexact --group dev --quiet
+	@.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group dev --quiet
 
 report: setup ## run all notebooks and write reports/index.html
 	@set --; \
@@ -51,13 +52,13 @@ lint: dev ## check style and types
 	.venv/bin/mypy
 
 peers: setup ## install the trainers that notebook 07 compares with (denoising-diffusion-pytorch, diffusers)
-	.boot/uv sync --frozen --inexact --group peers --quiet
+	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group peers --quiet
 
 fid: setup ## install what measures a FID from weights that are already here (torchmetrics, torch-fidelity)
-	.boot/uv sync --frozen --inexact --group fid --quiet
+	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group fid --quiet
 
 trackers: setup ## install the experiment tracker that train, run and compare can log to (comet-ml)
-	.boot/uv sync --frozen --inexact --group trackers --quiet
+	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group trackers --quiet
 
 # An index of this machine only must not leave its address in a file for everybody.
 lock: setup ## bring uv.lock and environment.yml in step with pyproject.toml

@@ -3,14 +3,19 @@
 # once when there is nothing to do. What cannot work is refused before any download, with the remedy.
 #
 #   PYTHON=python3.12 scripts/setup.sh    use this interpreter instead of the first suitable one on PATH
+#   TORCH=installed scripts/setup.sh      make .venv anew around the torch and torchvision that this interpreter has
+#   TORCH=cu126 scripts/setup.sh          make it anew with PyTorch's wheels for CUDA 12.6, or cpu; locked: as usual
 set -eu
 uv_version=0.13.8 # fetched where there is no uv on PATH, or one before 0.11, which cannot read pyproject.toml
 disk_gigabytes=8  # .venv takes 6, the rest is headroom while packages are unpacked
+size="3.3 GB to download (PyTorch brings its CUDA libraries), 6 GB on disk"
+tested="2.11 and 2.15"
 
 cd "$(dirname "$0")/.."
 stamp=.venv/.set-up
+without=.venv/.torch # with another torch than the locked one: what uv then leaves out
 locked() { pwd -P && cksum uv.lock pyproject.toml; }
-if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(locked)" ]; then exit 0; fi
+if [ -z "${PYTHON:-}${TORCH:-}" ] && [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(locked)" ]; then exit 0; fi
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 stop() { say "$*" && exit 1; }
@@ -35,6 +40,20 @@ for name; do
 done
 [ -n "$python" ] || stop "no usable Python ($reason): install CPython 3.11, 3.12 or 3.13, or name one with PYTHON=/path/to/python3."
 
+if [ "${TORCH:-}" = installed ]; then
+  look='
+from importlib import metadata, util
+from pathlib import Path
+specs = [util.find_spec(name) for name in ("torch", "torchvision")]
+if None in specs or tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 11):
+    raise SystemExit("it has torch " + metadata.version("torch") + ", and torchvision: " + str(None not in specs))
+print(*{str(Path(spec.origin).parents[1]) for spec in specs}, sep="\n")
+'
+  folders=$("$python" -c "$look" 2>&1) || stop "TORCH=installed needs torch 2.11 or newer, and torchvision, in $python" \
+    "($(printf '%s' "$folders" | tail -n 1)): load their module, or name the Python that has them with PYTHON."
+  disk_gigabytes=3
+fi
+
 uv=$(command -v uv) || uv=
 case $("${uv:-false}" --version 2>/dev/null) in "" | "uv 0."[0-9].* | "uv 0.10."*) uv= ;; esac
 own=$(pwd -P)/.boot/uv-$uv_version
@@ -42,8 +61,13 @@ if [ -z "$uv" ] && [ ! -x "$own/bin/uv" ] && ! "$python" -c 'import pip' 2>/dev/
   stop "$python has no pip and there is no uv on PATH: install pip (Debian, Ubuntu: apt install python3-pip) or uv."
 fi
 
+case ${TORCH:-} in
+  "") leave_out=$(cat "$without" 2>/dev/null) || leave_out= ;;
+  locked) leave_out= ;;
+  *) leave_out=$(sed -nE '/"nvidia-ml-py"/d; s/^name = "((nvidia|cuda)-.*|triton|torch|torchvision)"/--no-install-package \1/p' uv.lock) ;;
+esac
 # Scripts in .venv/bin contain its path, so a moved or copied checkout needs a new one.
-if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$(pwd -P)" ]; then rm -rf .venv; fi
+if [ -n "${TORCH:-}" ] || { [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" != "$(pwd -P)" ]; }; then rm -rf .venv; fi
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 976562) }')
 if [ ! -x .venv/bin/python ] && [ "$free" -lt "$disk_gigabytes" ]; then
   stop "$(pwd) has $free GB of free disk space and set-up needs $disk_gigabytes GB: free some, or move the checkout to a larger disk."
@@ -62,13 +86,23 @@ unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 # Each rank, kernel and fork server imports torch: from sources that takes twice as long, where nothing may write caches.
 export UV_PYTHON_DOWNLOADS=never UV_COMPILE_BYTECODE=1
 [ -w "${HOME:-/}" ] || export UV_CACHE_DIR="${UV_CACHE_DIR:-$(pwd)/.boot/cache}"
-set -- sync --frozen
+# shellcheck disable=SC2086 # words
+set -- sync --frozen ${leave_out:+--inexact} $leave_out
 # The interpreter of an environment that works stays, whatever else is on PATH.
 if [ -n "${PYTHON:-}" ] || ! .venv/bin/python -c "$probe" 2>/dev/null; then set -- "$@" --python "$python"; fi
 # First from what is on disk already: after a small change of pyproject.toml there is nothing to download.
 if ! .boot/uv "$@" --offline --quiet 2>/dev/null; then
-  say "installing the packages of uv.lock into .venv: 3.3 GB to download (PyTorch brings its CUDA libraries), 6 GB on disk, this once"
+  say "installing the packages of uv.lock into .venv: ${leave_out:+without torch, at most }$size, this once"
   .boot/uv "$@" || stop "the installation failed: $again"
+fi
+case ${TORCH:-} in
+  "" | locked) ;;
+  installed) printf '%s\n' "$folders" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth" ;;
+  *) .boot/uv pip install --torch-backend "$TORCH" 'torch>=2.11' torchvision || stop "torch for $TORCH was not installed: $again" ;;
+esac
+if [ -n "$leave_out" ]; then
+  printf '%s\n' "$leave_out" >"$without"
+  say "torch is $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))'); the lab is tested with $tested"
 fi
 locked >"$stamp"
 say "ready: .venv has $(.venv/bin/python --version)"

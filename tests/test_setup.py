@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-TOOLS = ["awk", "cat", "cksum", "cp", "df", "dirname", "head", "ln", "mkdir", "mv", "rm", "sh", "tail", "uname"]
+TOOLS = ["awk", "cat", "cksum", "cp", "df", "dirname", "head", "ln", "mkdir", "mv", "rm", "sed", "sh", "tail", "uname"]
 OLD = 'case "$2" in *implementation*) echo it is cpython 3.10 >&2; exit 1 ;; esac'
 NO_PIP = 'case "$2" in "import pip") exit 1 ;; esac'
 UV = """#!/bin/sh
 if [ "$1" = --version ]; then echo 'uv {version} (a build)'; exit; fi
 echo "$*" >>"{calls}"
-case "$*" in *--offline*) exit 1 ;; sync*) mkdir -p .venv/bin && ln -sf "{python}" .venv/bin/python ;; esac
+case "$*" in *--offline*) exit 1 ;; sync*) [ -e .venv/bin/python ] || "{python}" -m venv --without-pip .venv ;; esac
 """
 
 
@@ -77,6 +78,8 @@ def test_what_cannot_work_is_refused_before_any_download(machine: Machine) -> No
     machine.python("old python", OLD)
     refused("old python: it is cpython 3.10", PYTHON="old python")
     refused("/no/such/python", PYTHON="/no/such/python")
+    machine.python("python3", f'case "$2" in *torchvision*) exec "{sys.executable}" -S "$@" ;; esac')  # and no packages
+    refused("needs torch 2.11 or newer", "found for torch", TORCH="installed")
     (machine.bin / "python3").unlink()
     refused("python3", "not found")
     machine.python("python3")
@@ -110,6 +113,32 @@ def test_nothing_is_done_when_up_to_date_and_a_moved_checkout_is_set_up_anew(mac
     machine.checkout = machine.checkout.rename(tmp_path / "elsewhere")
     assert "sync --frozen" in machine.set_up()[2]
     assert not (machine.checkout / ".venv" / "bin" / "ddpm-lab").exists()
+
+
+def test_another_torch_than_the_locked_one_stays_until_the_locked_one_is_asked_for(machine: Machine) -> None:
+    machine.uv("0.13.0")
+    code, said, calls = machine.set_up(TORCH="installed")
+    assert (code, "pip install" in calls) == (0, False), said
+    left_out = set(re.findall(r"--no-install-package (\S+)", calls))
+    assert {"torch", "torchvision", "triton", "nvidia-cublas"} < left_out
+    assert "nvidia-ml-py" not in left_out
+    locked = tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]
+    (version,) = (package["version"] for package in locked if package["name"] == "torch")
+    assert f" and {version.rpartition('.')[0]}" in said, "the locked torch is tested"
+    ask = [
+        str(machine.checkout / ".venv/bin/python"),
+        "-c",
+        "from importlib import metadata; print(metadata.version('torch'))",
+    ]
+    shown = subprocess.run(ask, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == metadata.version("torch")
+    assert machine.set_up() == (0, "", "")
+    for torch, installs, leaves_out in (("cu126", True, True), ("", False, True), ("locked", False, False)):
+        with (machine.checkout / "pyproject.toml").open("a") as file:
+            file.write("# changed\n")
+        code, said, calls = machine.set_up(**({"TORCH": torch} if torch else {}))
+        assert (code, "--torch-backend cu126 torch>=2.11 torchvision" in calls) == (0, installs), said
+        assert ("--inexact --no-install-package" in calls) == leaves_out
 
 
 def test_pyproject_and_its_locks_name_the_same_packages() -> None:

@@ -26,7 +26,8 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
 WAYS_OUT = (
     "see that nvidia-smi answers, and install a torch that fits the driver and the GPU "
     "(https://pytorch.org/get-started/locally; CUDA 13 needs driver 580; for older ones, and GPUs before the Turing "
-    "generation: pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU "
+    "generation: make setup TORCH=cu126, or pip install torch torchvision --index-url "
+    "https://download.pytorch.org/whl/cu126), or hide the GPU "
     "with CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
 )
 _ASK_TORCH = (
