@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev peers fid trackers report lab test test-slow lint lock clean
+.PHONY: help setup dev peers fid trackers report gpu lab test test-slow lint lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -16,7 +16,7 @@ help: ## show this list
 	@echo '  DATA=PATH       report: a folder of images or a prepared data set (default: synthetic images)'
 	@echo '  PRESET=NAME     report: smoke, quick (default) or full'
 	@echo '  MINUTES=N       report: time budget for all notebooks together'
-	@echo '  ARGS="..."      report, lab, test, test-slow: further arguments for the command'
+	@echo '  ARGS="..."      report, gpu, lab, test, test-slow: further arguments for the command'
 	@echo '  PYTHON=PATH     the Python (3.11 to 3.13) to set up with'
 	@echo '  TORCH=WHICH     setup: installed (the torch of that Python), cu126, cpu, or locked'
 
@@ -32,6 +32,9 @@ report: setup ## run all notebooks and write reports/index.html
 	if [ -n "$$PRESET" ]; then set -- "$$@" --preset "$$PRESET"; fi; \
 	if [ -n "$$MINUTES" ]; then set -- "$$@" --minutes "$$MINUTES"; fi; \
 	exec .venv/bin/ddpm-lab report "$$@" $(ARGS)
+
+gpu: dev ## on a GPU machine: checks, GPU tests and the README's measurements, in ten minutes
+	@exec scripts/gpu.sh $(ARGS)
 
 # News and update checks would be the only requests that leave this machine.
 lab: setup ## open JupyterLab in the notebooks folder

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# On a machine with NVIDIA GPUs: checks, GPU tests, what only a GPU can show, then the measurements of the README.
+#   scripts/gpu.sh [--minutes 10] [--data FOLDER] [--output-dir gpu_results] [--device cpu]
+# Type it again: finished steps are skipped, and measurements go on. --device cpu is a dry run with a tiny network.
+# It needs a Python ($PYTHON, .venv or python3) with torch, torchvision, numpy, psutil and Pillow; for the tests pytest
+# and hypothesis. Results are in the output folder; what lies in the one beside it, OUTPUT-DIR.work, may be deleted.
+set -uo pipefail
+minutes=${MINUTES:-10} data=${DATA:-synthetic} device=cuda out=gpu_results
+while (($#)); do
+  case $1 in
+    --minutes) minutes=${2:?is missing} ;;
+    --data) data=$(realpath "${2:?is missing}") ;;
+    --device) device=${2:?is missing} ;;
+    --output-dir) out=${2:?is missing} ;;
+    *) echo "gpu.sh: unknown option $1: see the first lines of $0" >&2 && exit 2 ;;
+  esac
+  shift 2
+done
+mkdir -p "$out/logs" "$out.work/done" && out=$(realpath "$out") && work=$out.work && cd "$(dirname "$0")/.." || exit 2
+if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
+python=${PYTHON:-python3} failed=() waiting=()
+networks=(seed ddpm) size=quick graphs=reduce-overhead compile=(regional whole)
+if [[ $device == cpu ]]; then networks=(tiny) size=smoke graphs=default compile=(off off); fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+end=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 2
+if [[ $device == cuda && $gpus == 0 ]]; then
+  "$python" -m ddpm_lab check
+  echo "gpu.sh: torch sees no GPU (see above): --device cpu tries the steps without one" >&2 && exit 2
+fi
+# step NAME SECONDS COMMAND...: run it for so many seconds, or as many as are left; its output is in logs/NAME.log.
+step() {
+  local name=$1 limit=$2 log=$out/logs/$1.log begun=$SECONDS left=$((end - SECONDS)) code=0
+  shift 2
+  printf '%4d s  %-20s ' "$SECONDS" "$name"
+  if [[ -e $work/done/$name ]]; then echo "finished before" && return; fi
+  if ((left < 5)); then waiting+=("$name") && echo "no time left" && return; fi
+  timeout --foreground -k 10 "$((limit < left ? limit : left))" "$@" >"$log" 2>&1 || code=$?
+  case $code in
+    0) touch "$work/done/$name" && echo "ok, $((SECONDS - begun)) s" ;;
+    124 | 137) waiting+=("$name") && echo "stopped after $((SECONDS - begun)) s: $log" ;;
+    *) failed+=("$name") && echo "FAILED: $( (grep -E 'ailed|rror' "$log" || cat "$log") | tail -n 1) ($log)" ;;
+  esac
+}
+lab() { step "$1" "$2" "$python" -m ddpm_lab "${@:3}" --device "$device" --data "$work/images"; }
+step environment 60 "$python" -m torch.utils.collect_env
+step check 60 "$python" -m ddpm_lab check
+if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
+  mapfile -t tests < <(grep -l 'mark\.gpu' tests/test_*.py) # others need packages that are not here
+  step tests 180 "$python" -m pytest -q -m gpu -p no:cacheprovider "${tests[@]}"
+fi
+step images 600 "$python" -m ddpm_lab prepare "$data" "$work/images"
+small=(--network "${networks[0]}" --preset smoke --output-dir "$work/checks") # with a ledger of its own
+for question in amp profile batch_size; do lab "$question" 90 run "$question" "${small[@]}"; done
+printf 'compile_mode = "%s"\n' "$graphs" >"$work/graphs.toml"
+training=(train --network "${networks[0]}" --no-probe --config "$work/graphs.toml" --steps 20 --sample-every 0)
+export TORCH_LOGS=cudagraphs,recompiles
+lab graphs 90 "${training[@]}" --compile "${compile[0]}" --output-dir "$work/graphs"
+lab graphs_accumulation 90 "${training[@]}" --compile "${compile[1]}" --accumulation 2 --output-dir "$work/graphs_2"
+unset TORCH_LOGS
+step attention 60 "$python" - "$device" <<'END'
+import sys, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attention
+from torch.utils.benchmark import Timer
+for shape in ((4, 64, 32), (1, 256, 256), (1, 16, 256)):  # heads, positions and width, in the networks seed and ddpm
+    images = 128 if sys.argv[1] == "cuda" else 2
+    q = torch.randn(images, *shape, device=sys.argv[1], dtype=torch.bfloat16, requires_grad=True)
+    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(kernel):
+                timer = Timer("attention(q, q, q).sum().backward()", globals={"q": q, "attention": attention})
+                print(shape, kernel.name, f"{timer.blocked_autorange().median * 1e6:.0f} us")
+        except RuntimeError as error:
+            print(shape, kernel.name, str(error).splitlines()[0])
+END
+# Each in an equal part of the time that is left, or 90 s. The first: eager, CUDA graphs, max-autotune and more.
+questions=("peers --parts levers" torch_compile amp workers batch_size profile peers) jobs=() tried=0
+if [[ $device == cpu ]]; then questions=("${questions[@]:1}"); fi
+if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
+for network in "${networks[@]}"; do
+  for question in "${questions[@]}"; do
+    if [[ ! -e $work/done/${network}_${question##* } ]]; then jobs+=("$network $question"); fi
+  done
+done
+for job in "${jobs[@]}"; do
+  read -r network question <<<"$job"
+  seconds=$(((end - SECONDS) / (${#jobs[@]} - tried++)))
+  seconds=$((seconds < 90 ? 90 : seconds))
+  # shellcheck disable=SC2086 # a question, and its option
+  lab "${network}_${question##* }" $((seconds + 60)) run $question --network "$network" --preset "$size" \
+    --output-dir "$work" --minutes "$(awk "BEGIN { print $seconds / 60 }")"
+done
+# When all have had their time, the next call measures more of each.
+if ((${#waiting[@]} == 0)); then rm -f "$work"/done/{seed,ddpm}_*; fi
+cp "$work/trace_output/ledger.jsonl" "$out/" 2>/dev/null || echo "Nothing is measured yet."
+echo "Failed: ${failed[*]:-none}. Not finished: ${waiting[*]:-none}${waiting:+ (type it again)}."
+echo "To publish it, in a checkout with make setup: .venv/bin/ddpm-lab figures --publish --ledger $out/ledger.jsonl"
+((${#failed[@]} + ${#waiting[@]} == 0))
