@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -87,34 +86,22 @@ def test_a_script_makes_the_steps_that_it_is_told_and_no_more(start: Start, tmp_
     assert summary["threads"] == 1
 
 
-def test_what_it_says_of_itself(start: Start) -> None:
-    before = "torch.autocast('cpu', torch.bfloat16).__enter__(); import sitecustomize"
-    seen = start(before=before).witness()[0]
-    assert seen["parameters"] == 72
-    assert seen["weights"] == ["float32"]
-    assert seen["optimizer"] == "AdamW"
-    assert seen["autocast"] == ["bfloat16"]
-    assert not seen["compiled"]
-    assert seen["world_size"] == 1
+def test_what_it_says_of_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.machine = 'set up'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    (tmp_path / "helper.py").write_text("")
+    group = start(before="import helper, numpy\nprint(machine)\ntorch.autocast('cpu', torch.bfloat16).__enter__()")
+    seen = group.witness()[0]
+    assert (seen["parameters"], seen["weights"], seen["optimizer"]) == (72, ["float32"], "AdamW")
+    assert (seen["autocast"], seen["compiled"], seen["world_size"]) == (["bfloat16"], False, 1)
     assert seen["versions"]["torch"]
     assert "json" not in seen["versions"]
-
-
-def test_files_of_its_own_are_told(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("")
-    group = start(before="import helper, numpy")
-    group.witness()
     assert group.files == sorted(map(str, (tmp_path / "helper.py", tmp_path / "train.py")))
+    assert "set up" in (tmp_path / "log").read_text()  # the sitecustomize that was there before
 
 
-def test_a_sitecustomize_that_is_there_runs_too(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.machine = 'ours'\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    start(before="print(machine)")
-    assert "ours" in (tmp_path / "log").read_text()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "first"), [("", "AdamW"), ("SGD", "SGD")])
 def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, optimizer: str, first: str) -> None:
     other = "second = torch.optim.SGD(net.parameters(), 0.1)"
@@ -124,6 +111,7 @@ def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, opti
     assert list(steps_made(tmp_path).values()) == ([4] if first == "AdamW" else [3])
 
 
+@pytest.mark.slow
 def test_a_step_that_a_gradient_scaler_skips_is_counted(start: Start, tmp_path: Path) -> None:
     before = """
 real = optimizer.step
@@ -144,6 +132,7 @@ optimizer.step = step
     assert list(steps_made(tmp_path).values()) == [6]
 
 
+@pytest.mark.slow
 def test_batches_that_workers_hold_ready_are_told(start: Start) -> None:
     loader = (
         "batches = iter(torch.utils.data.DataLoader(range(10**6), num_workers=1, prefetch_factor=3))\nnext(batches)"
@@ -186,6 +175,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: Path, name: str) -> None:
     how, status, words = ENDINGS[name]
@@ -193,10 +183,7 @@ def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: P
         start(**how)
     assert failed.value.status == status
     assert words in failed.value.reason
-    if name != "daemonises":
-        assert not left(tmp_path)
-    for pid in left(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    assert not left(tmp_path)
 
 
 FAULTS = {
@@ -211,18 +198,20 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, name: str) -> None:
     after, status, words = FAULTS[name]
     group = start(after=after)
     with pytest.raises(GroupFailed) as failed:
-        group.window(settle=0, steps=20, limit=3, stage="measuring")
+        group.window(settle=0, steps=20, limit=60 if status == "crashed" else 3, stage="measuring")
     assert failed.value.status == status
     assert words in failed.value.reason
     group.kill()
     assert not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_whoever_measured_it(start: Start, tmp_path: Path) -> None:
     start().kill()  # writes the script
     config = json.dumps(RunConfig(workload=COMMAND, options=(("command", f"{sys.executable} train.py"),)).as_dict())

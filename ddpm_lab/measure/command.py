@@ -33,7 +33,9 @@ LAUNCHERS = ("torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun
 """What starts several ranks, and says by itself how many threads each has."""
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
+VARIABLE = "DDPM_LAB_TURNS"
 LAST_LINES, LAST_CHARACTERS = 3, 400
+SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
 # The shell dies with this process; for those that import torch see hook.py.
 _START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp('sh', ['sh', '-c', sys.argv[1]])"
@@ -86,7 +88,6 @@ class CommandGroup:
         begun = time.monotonic()
         self._peers: list[_Peer] = []
         self._strangers: list[_Peer] = []
-        self._heads: list[psutil.Process] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = GroupFolder()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,7 +116,7 @@ class CommandGroup:
     def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
         before = os.environ.get("PYTHONPATH")
         found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._folder.path), *([before] if before else [])])}
-        found |= {"DDPM_LAB_TURNS": str(self._folder.path), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
+        found |= {VARIABLE: str(self._folder.path), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
         if config.option("as_is", False):
             return found
         if not any(name in config.command for name in LAUNCHERS):
@@ -134,12 +135,11 @@ class CommandGroup:
             for peer in [p for p in self._strangers if p.link in ready]:
                 if not peer.read():
                     self._strangers.remove(peer)
+                    peer.link.close()
                 elif peer.answers and peer.answers[0]["rank"] not in peers:  # else it sleeps from here on
                     self._strangers.remove(peer)
                     said = peer.answers.pop()
                     peers[said["rank"]], greetings[said["rank"]] = peer, said
-                    with contextlib.suppress(psutil.Error):
-                        self._heads.append(psutil.Process(said["pid"]))
             if not ready and self._ended():
                 self._fail("before a step of a torch optimizer")
             if time.monotonic() - begun > limit:
@@ -217,7 +217,9 @@ class CommandGroup:
             self._process.wait(EXIT_SECONDS)
         code = self._process.returncode
         how = "one of its ranks ended" if code is None else f"ended with exit code {code}"
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else how
+        number = -code if code and code < 0 else (code or 0) - SIGNALLED
+        with contextlib.suppress(ValueError):
+            how = f"was killed by {signal.Signals(number).name}"
         advice = ": give it more steps or epochs" if steps and not code else ""
         raise GroupFailed("crashed", f"{how} {where}{advice}{self._last()}", self._printed())
 
@@ -232,22 +234,21 @@ class CommandGroup:
         lines = [line.strip() for line in self._printed().splitlines() if line.strip()]
         return f"; it printed last: {' / '.join(lines[-LAST_LINES:])[-LAST_CHARACTERS:]}" if lines else ""
 
+    def _owns(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.environ().get(VARIABLE) == str(self._folder.path) and process.status() != "zombie"
+        return False
+
     def kill(self) -> None:
         """Kill every process of the command, and remove the folder."""
         if self._process is not None:
-            found: list[psutil.Process] = []
-            with contextlib.suppress(psutil.Error):
-                self._heads.append(psutil.Process(self._process.pid))
-            for head in self._heads:
-                with contextlib.suppress(psutil.Error):
-                    found += [head, *head.children(recursive=True)]
-            for process in found:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            # Found by their environment, also those that left the session or were started by one that is gone.
+            while found := [process for process in psutil.process_iter() if self._owns(process)]:
+                for process in found:
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+                psutil.wait_procs(found, timeout=EXIT_SECONDS)
             self._process.wait()
-            psutil.wait_procs(found, timeout=EXIT_SECONDS)
             self._process = None
         for peer in (*self._peers, *self._strangers):
             peer.link.close()
