@@ -166,7 +166,7 @@ def left(folder: Path) -> list[int]:
     return found
 
 
-ENDINGS = {
+ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "fails": ({"before": "raise RuntimeError('no such image')"}, "crashed", "RuntimeError: no such image"),
     "has no optimizer": ({"before": "sys.exit()"}, "crashed", "before a step of a torch optimizer"),
     "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=6)}, "timed out", "in 6 s"),

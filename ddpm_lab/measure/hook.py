@@ -132,9 +132,9 @@ class Turns:
         device = weights[0].device
         properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         uuid = getattr(properties, "uuid", None)
-        modules = {name: module for name, module in list(sys.modules.items()) if "." not in name}
-        versions = {name: getattr(module, "__version__", None) for name, module in modules.items()}
-        standard = getattr(sys, "stdlib_module_names", ())
+        modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
+        installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
+        versions = {name: getattr(module, "__version__", None) for name, module in installed}
         files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
         return {
             "device": str(device),
@@ -150,9 +150,7 @@ class Turns:
             "threads": torch.get_num_threads(),
             "python": ".".join(map(str, sys.version_info[:3])),
             "cuda": torch.version.cuda if self.cuda else None,
-            "versions": {
-                name: v for name, v in sorted(versions.items()) if isinstance(v, str) and name not in standard
-            },
+            "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
             "prefetch_batches": self._prefetched(),
             "files": sorted({f for f in files if f[:1] == "/" and f[-3:] == ".py" and not self._of_library(f)}),
         }

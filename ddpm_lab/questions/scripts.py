@@ -142,8 +142,8 @@ def measure(
         if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, tree.apart):
             return None
         if not quiet:
-            for line in (*differences(ran, other, names), *unequal(ran, other, images, names)):
-                print(line, file=sys.stderr)
+            for line in unequal(ran, other, images):
+                print(f"note: {line}", file=sys.stderr)
         begun, cores = time.time(), cores_asked((one, two))
         how = {"output": output, "quiet": quiet, "cores": cores, **limits}
         both = dataclasses.replace(
@@ -216,24 +216,21 @@ def ran_as(seen: Mapping[str, Any]) -> str:
     return ", ".join([*said, f"torch {seen['versions'].get('torch', '?')}", f"Python {seen['python']}"])
 
 
-def differences(one: Mapping[str, Any], two: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """What the two sides say differently of themselves, a line each."""
+def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """What the two sides say differently of themselves, such as "torch 2.11.0 against 2.15.0"."""
     pairs = [(name, one[name], two[name]) for name in (*RAN, "python", "cuda")]
-    versions = sorted({*one["versions"], *two["versions"]})
-    pairs += [(name, one["versions"].get(name, "none"), two["versions"].get(name, "none")) for name in versions]
-    return [f"{name}: {_plain(a)} in {names[0]}, {_plain(b)} in {names[1]}" for name, a, b in pairs if a != b]
+    pairs += [
+        (name, one["versions"][name], two["versions"][name]) for name in one["versions"] if name in two["versions"]
+    ]
+    return [f"{name} {_plain(a)} against {_plain(b)}" for name, a, b in pairs if a != b]
 
 
-def unequal(one: Mapping[str, Any], two: Mapping[str, Any], images: Sequence[int], names: Sequence[str]) -> list[str]:
+def unequal(one: Mapping[str, Any], two: Mapping[str, Any], images: Sequence[int]) -> list[str]:
     """A line where one step of a side may be other work than one of the other's."""
     others = [name for name in WORK if one[name] != two[name]] + (
         ["images of a step"] if images[0] != images[1] else []
     )
-    return (
-        [f"one step may not be equal work: {phrases.joined(others)} differ between {names[0]} and {names[1]}"]
-        if others
-        else []
-    )
+    return [f"a step of the two sides may not be equal work: {phrases.joined(others)} differ"] if others else []
 
 
 def _plain(value: Any) -> str:
@@ -247,9 +244,9 @@ def told(study: Study) -> list[str]:
     if {"baseline", "candidate"} <= ran.keys():
         sides = ran["baseline"], ran["candidate"]
         one, two = (r.witness["ranks"][0] for r in sides)
-        names = [r.label for r in sides]
-        lines += [f"differs: {line}" for line in differences(one, two, names)]
-        lines += unequal(one, two, [r.config.global_batch_size for r in sides], names)
+        different = "; ".join(differences(one, two))
+        lines += [f"{sides[1].label} differs from {sides[0].label}: {different}"] if different else []
+        lines += unequal(one, two, [r.config.global_batch_size for r in sides])
     skipped = sum(w.state.get("skipped_steps") or 0.0 for r in ran.values() for w in r.windows)
     lines += (
         [f"gradient scaling skipped {phrases.plural(int(skipped), 'step')}, which count as steps"] if skipped else []
