@@ -30,7 +30,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions import comparison, gate, pair
+from ddpm_lab.questions import gate, pair
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.gate import outcome, summary
 
