@@ -52,6 +52,9 @@ OWN_CHOICES: dict[str, Any] = {
 """What a training of the user's can be set to, where that is less than the lab's own can."""
 TRAINING = "ddpm_lab.training.training:training"
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
+COMMAND = "ddpm_lab.measure.command:command"
+"""The workload of a command line, which its option ``command`` holds; ``as_is`` leaves its environment alone, and
+``optimizer`` names the class whose steps are counted."""
 
 
 def digest(value: object) -> str:
@@ -242,6 +245,11 @@ class RunConfig:
     def is_own(self) -> bool:
         """Whether a training of the user's is run."""
         return self.workload in (OWN, OWN_LOADER)
+
+    @property
+    def command(self) -> str:
+        """The command line that is measured, for those of the workload COMMAND; else empty."""
+        return str(self.option("command", "")) if self.workload == COMMAND else ""
 
     @property
     def work_name(self) -> str:

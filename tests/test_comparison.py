@@ -22,8 +22,9 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.questions import comparison
-from ddpm_lab.questions.comparison import first_losses, measure, plan_pair
+from ddpm_lab.questions import pair as pairs
+from ddpm_lab.questions.comparison import first_losses, measure
+from ddpm_lab.questions.pair import plan_pair
 
 MINE = """
 import time
@@ -185,7 +186,7 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
         looked.append(1)
         return 1
 
-    monkeypatch.setattr(comparison, "free_cores", free_cores)
+    monkeypatch.setattr(pairs, "free_cores", free_cores)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     pair = (RunConfig(), RunConfig(precision="bf16"))
     how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}

@@ -41,9 +41,10 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
 from ddpm_lab.plan import RECOMMENDATION
-from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning
+from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning, scripts
 from ddpm_lab.questions import multi_gpu as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
+from ddpm_lab.questions.pair import RESOLUTION
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking
@@ -220,9 +221,10 @@ def log_study(kind: str, study: Study) -> None:
 def compare(options: argparse.Namespace) -> int:
     tracker, against = tracker_chosen(options.tracker), options.against
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
-    wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or comparison.RESOLUTION
+    wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or RESOLUTION
     _check_sides(options, gated=threshold is not None)
     how = given(options, "minutes", "device", "output_dir")
+    how |= given(options, "per_step", "optimizer", "as_is")
     how |= {"resolution": wanted, "sets": planning.MOST_SETS if options.sets is None else options.sets}
     if against is None:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
@@ -257,6 +259,8 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
         raise ConfigError("compare needs two sides: name A and B, or one and --against a revision; see --help")
     if against is not None and candidate:
         raise ConfigError(f"--against {against} takes one step, the same on both sides: leave out {candidate}")
+    if given(options, "per_step", "optimizer", "as_is") and not scripts.is_command(options.baseline):
+        raise ConfigError("--per-step, --optimizer and --as-is are about command lines, such as 'python train.py'")
     if options.always and against is None:
         raise ConfigError("--always is for identical code of a revision: it needs --against")
     if not gated and against is None and (options.strict or options.markdown):
@@ -293,8 +297,8 @@ COMMANDS = {
     "compare": Command(
         compare,
         "compare mine:before mine:after --resolution 2%",
-        "baseline candidate against always resolution minutes sets device output-dir tracker gate "
-        "threshold strict markdown json",
+        "baseline candidate against always per-step optimizer as-is resolution minutes sets device output-dir tracker "
+        "gate threshold strict markdown json",
         {
             "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",
             "sets": "the most sets to measure (default: 100)",

@@ -45,6 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # compare, check
     "against": _of("measure A as it is in this repository against a branch, tag or commit", metavar="REVISION"),
     "always": _of("with --against: measure identical code too", bool),
+    "per-step": _of("of command lines: images of a step (of A and of B)", NUMBERS, metavar="N[,M]"),
+    "optimizer": _of("of command lines: class of the optimizer whose steps count (default: the first)", metavar="NAME"),
+    "as-is": _of("of command lines: set neither threads nor memory handling", bool),
     "gate": _of("exit 1 if B is slower, not only if it fails: a gate", bool),
     "threshold": _of("a gate that fails what is surely slower by more (with --against: 3%)", metavar="SHARE"),
     "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
@@ -76,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OF_TRAINING = declared.options(OptimizerConfig) | declared.options(RunConfig)
 """Options that are settings of these, by field; they are checked where a configuration is made."""
 SEVERAL = "ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger)"
-SIDE = "module:function, or a TOML file of settings"
+SIDE = "module:function, a TOML file of settings, or a command line in quotes"
 POSITIONALS: dict[str, dict[str, Any]] = {
     "experiments": _of("such as amp: see below", nargs="+", metavar="EXPERIMENT"),
     "baseline": _of(f"{SIDE}: the side that is 1; with --against both sides", nargs="?", metavar="A"),

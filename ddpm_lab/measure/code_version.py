@@ -108,7 +108,7 @@ class CodeVersion:
 def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> CodeVersion:
     """The version of the code that ranks run. Raises ConfigError where the lab's own files were edited meanwhile."""
     modules, libraries = loaded or ({}, [])
-    own = {name: Source(file, _hash(file)) for name, file in modules.items()}
+    own = {name: source_of(file) for name, file in modules.items()}
     sources = _lab_sources(tree.package if tree else PACKAGE) | own
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
@@ -118,11 +118,16 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     return found
 
 
+def source_of(file: str) -> Source:
+    """A file as it is now."""
+    return Source(file, _hash(file))
+
+
 @cache
 def _lab_sources(package: Path) -> dict[str, Source]:
     files = [(file, file.relative_to(package).with_suffix("").parts) for file in package.rglob("*.py")]
     names = {".".join((PACKAGE.name, *parts)): str(file) for file, parts in files if parts[0] not in EXPLAINING}
-    return {name: Source(file, _hash(file)) for name, file in names.items()}
+    return {name: source_of(file) for name, file in names.items()}
 
 
 def in_lab(module: str) -> bool:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.others import State, Watch, folded, side_by_side
@@ -114,8 +115,13 @@ class Seat:
         code = instrument.code.of(config.revision)
         self.say("starting")
         how: dict[str, Any] = {"environment": self._compile_cache(), "modules": code.modules, "tree": code.tree}
-        how |= {"limits": instrument.limits, "progress": self.say}
-        self.group = group = Group(config, threads=config.rank_threads(instrument.usable_cores), **how)
+        shared: dict[str, Any] = {"limits": instrument.limits, "progress": self.say}
+        shared["threads"] = config.rank_threads(instrument.usable_cores)
+        if config.command:  # it has all that a set asks of a group
+            group = cast(Group, CommandGroup(config, tree=code.tree, log=log_of(instrument.cache, config), **shared))
+        else:
+            group = Group(config, **how, **shared)
+        self.group = group
         self._add("start", group.start_seconds - group.build_seconds)
         self._add("build", group.build_seconds)
 
@@ -234,7 +240,7 @@ class Seat:
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
                 others_cores=most("others_cores"),
                 stolen_seconds=most("stolen_seconds"),
-                state=watch.state | memory_held(reports),
+                state=watch.state | memory_held(reports) | reports[0].get("state", {}),
             )
         )
 
@@ -263,6 +269,11 @@ class Seat:
         if self.group:
             self.group.kill()
             self.group = None
+
+
+def log_of(cache: Path, config: RunConfig) -> Path:
+    """Where what a command prints is kept: in ``trace_output/``, a file for each configuration."""
+    return cache.parent / "scripts" / f"{config.run_id}.log"
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
@@ -27,20 +27,16 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, output_folder, read_settings
-from ddpm_lab.ledger import Ledger, load
-from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion
-from ddpm_lab.measure.others import free_cores
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.files import PREPARED, configuration, expanded, output_folder, read_settings
+from ddpm_lab.questions import scripts
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_experiment
+from ddpm_lab.questions.pair import RESOLUTION, plan_pair
+from ddpm_lab.questions.planning import MOST_SETS, Planned
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.setting import check_cores, check_ranks, find_here, usual_device
+from ddpm_lab.training.setting import find_here, usual_device
 
-RESOLUTION = 0.03
-"""The smallest relative difference that is to be found, unless another is asked for."""
+NAME_CHARACTERS = 120
 
 Side = str | Path | RunConfig | Callable[..., Any]
 
@@ -140,6 +136,9 @@ def measure(
     **limits: Any,
 ) -> Planned:
     """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
+    if scripts.is_command(baseline) and scripts.is_command(candidate):
+        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
+        return cast(Planned, scripts.measure(str(baseline), str(candidate), **how, **limits))
     output = output_folder(output_dir)
     one, two = (
         with_images(side(given, place, device), output, quiet)
@@ -154,71 +153,11 @@ def measure(
     return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
 
 
-def plan_pair(
-    pair: tuple[RunConfig, RunConfig],
-    names: tuple[str, str],
-    *,
-    output: Path,
-    quiet: bool,
-    resolution: float = RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
-    code: CodeVersion | None = None,
-    cores: int | None = None,
-) -> Planned:
-    """Make two configurations, the baseline first, ready to be measured in the same sets.
-
-    ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
-    Raises ConfigError where this machine cannot, or the work is not equal.
-    """
-    most = hardware.usable_cores()
-    free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
-    for config in pair:
-        ranks, gpus = config.world_size, len(hardware.gpus())
-        check_ranks(config.device, ranks, gpus, free, limited=free < most)
-        check_cores("loader_workers", config.loader_workers, most, ranks)
-    one, two = (on_cores(config, free) for config in pair)
-    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
-        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
-    base, label = names
-    family = Family(
-        name=f"{label} against {base}", baseline=one, baseline_label=base, candidates=((label, two),), primary=label
-    )
-    asked = Experiment(name="compare", families=(family,))
-    images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
-    limits |= {"resolution": resolution, "minutes": minutes}
-    planned = plan_experiment(asked, data_name=images, plan=Plan(), **limits)
-    again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
-    return dataclasses.replace(planned, on_cores=again)
-
-
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
-    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
-
-    All of them where a side is not for the CPU, or says how many threads it takes.
-    """
-    most = hardware.usable_cores()
-    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
-        return most
-    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
-    wanted = ("compare", "look", hardware.machine().key)
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
-    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
-    return max(known, default=0) or free_cores()
-
-
-def on_cores(config: RunConfig, cores: int) -> RunConfig:
-    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
-    whole_machine = cores >= hardware.usable_cores()
-    return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))
-
-
 def answer(measured: Planned) -> ComparisonResult:
     """What the records say, with a figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]
-    name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
+    name = "_".join("".join(c if c.isalnum() else "-" for c in family.name)[:NAME_CHARACTERS].split("-against-"))
     figure = measured.output / "image_output" / f"compare_{name}.png"
     save(found.figure(), figure)
     return ComparisonResult(answer=found, figure=figure)
@@ -237,7 +176,8 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
         values = {"device": device, **read_settings(path := expanded(text), place)}
         return configuration(values, f"{place}, {path}")
     if ":" not in text:
-        raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
+        kinds = "a file of settings that ends in .toml, or two command lines, such as 'python train.py'"
+        raise ConfigError(f"{place} is {text!r}: name a workload as module:function, {kinds}")
     return RunConfig(workload=text, device=device, global_batch_size=1)
 
 
@@ -310,6 +250,7 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     losses = first_losses(study)
     return {
         **{name: _known(getattr(finding, name)) for name in _ANSWER},
+        "ran": _witnesses(study),
         "resolution": study.resolution,
         "sides": [{name: _known(getattr(row, name)) for name in _SIDE} for row in comparisons(study)],
         "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
@@ -318,6 +259,8 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
 
 def _witnesses(study: Study) -> list[str]:
     """Return what ran, as reported by the ranks in the last set."""
+    if any(r.config.command for r in study.records):
+        return scripts.told(study)
     found = []
     for label in dict.fromkeys(r.label for r in study.records if r.role in ("baseline", "candidate")):
         record = next(r for r in reversed(study.records) if r.label == label)

@@ -25,7 +25,9 @@ from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
-from ddpm_lab.questions.comparison import first_losses, plan_pair, side, with_images
+from ddpm_lab.questions import scripts
+from ddpm_lab.questions.comparison import first_losses, side, with_images
+from ddpm_lab.questions.pair import plan_pair
 from ddpm_lab.questions.planning import Planned, instrument_for
 from ddpm_lab.training.setting import code_of, usual_device
 
@@ -50,6 +52,11 @@ def measure(
     is as in ``compare``; ``limits`` are resolution, minutes and sets. Code that is the same passes unmeasured. Raises
     ConfigError where there is no such repository or revision, a side cannot be run, or what times them differs.
     """
+    if scripts.is_command(step):
+        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
+        found = scripts.measure(str(step), against=against, always=always, **how, **limits)
+        same = f"all that {step} loads is the same in the {WORKING_TREE} and in {against}, so nothing was measured"
+        return found or _said(IDENTICAL, f"{same}; files that it reads do not count (--always measures)")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
     instrument = instrument_for(output, Progress("compare", quiet=quiet))

@@ -1,0 +1,256 @@
+"""A group that is a command line of somebody else's: a training script as it stands, which takes its turns unchanged.
+
+The command runs in a session of its own. Each of its processes in which an optimizer steps calls back over a socket
+(``hook.py``), and sleeps there while others are measured. Of several ranks all make the same steps in a window, so none
+is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.code_version import Tree
+from ddpm_lab.measure.group import GroupFailed, Limits
+from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, host_id
+
+HOOK = Path(__file__).with_name("hook.py")
+LAUNCHERS = ("torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "srun")
+"""What starts several ranks, and says by itself how many threads each has."""
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+"""Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
+VARIABLE = "DDPM_LAB_TURNS"
+LAST_LINES, LAST_CHARACTERS = 3, 400
+SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
+EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
+# The shell dies with this process; for those that import torch see hook.py.
+_START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp('sh', ['sh', '-c', sys.argv[1]])"
+
+
+class _Peer:
+    """A process in which an optimizer steps."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self.answers: list[dict[str, Any]] = []
+        self.steps = 1
+        self._rest = b""
+        self.heard = time.monotonic()
+
+    def read(self) -> bool:
+        """Take in what was said; False at its end."""
+        try:
+            data = self.link.recv(1 << 20)
+        except OSError:
+            return False
+        self.heard = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.answers += [said for line in lines if (said := json.loads(line))]
+        return bool(data)
+
+    def tell(self, **command: Any) -> None:
+        with contextlib.suppress(OSError):
+            self.link.sendall(json.dumps(command).encode() + b"\n")
+
+
+class CommandGroup:
+    """The processes of one command line; of several ranks it reports as if they were one, the slowest.
+
+    It runs in the working folder, or in the first one of a ``tree``. What it prints is appended to ``log``. Raises
+    GroupFailed where it ends, or ``limits`` are over, before a step of an optimizer.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        threads: int,
+        log: Path,
+        limits: Limits,
+        tree: Tree | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.command, self.limits, self.progress, self.log = config.command, limits, progress, log
+        begun = time.monotonic()
+        self._peers: list[_Peer] = []
+        self._strangers: list[_Peer] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = GroupFolder()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            shutil.copyfile(HOOK, self._folder.path / "sitecustomize.py")
+            self._listener.bind(str(self._folder.path / "turns"))
+            self._listener.listen(256)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                self._printed_before = output.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _START, self.command],
+                    cwd=tree.folders[0] if tree else None,
+                    env=self._environment(config, threads),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            self._gather()
+        except BaseException:
+            self.kill()
+            raise
+        self.start_seconds = self.build_seconds = time.monotonic() - begun
+
+    def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
+        before = os.environ.get("PYTHONPATH")
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._folder.path), *([before] if before else [])])}
+        found |= {VARIABLE: str(self._folder.path), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
+        if config.option("as_is", False):
+            return found
+        if not any(name in config.command for name in LAUNCHERS):
+            found["OMP_NUM_THREADS"] = str(threads)
+        return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
+
+    def _gather(self) -> None:
+        """Wait until every rank has made its first step."""
+        greetings: dict[int, dict[str, Any]] = {}
+        peers: dict[int, _Peer] = {}
+        begun, limit = time.monotonic(), self.limits.build_seconds
+        while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
+            ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
+            if self._listener in ready:
+                self._strangers.append(_Peer(self._listener.accept()[0]))
+            for peer in [p for p in self._strangers if p.link in ready]:
+                if not peer.read():
+                    self._strangers.remove(peer)
+                    peer.link.close()
+                elif peer.answers and peer.answers[0]["rank"] not in peers:  # else it sleeps from here on
+                    self._strangers.remove(peer)
+                    said = peer.answers.pop()
+                    peers[said["rank"]], greetings[said["rank"]] = peer, said
+            if not ready and self._ended():
+                self._fail("before a step of a torch optimizer")
+            if time.monotonic() - begun > limit:
+                more = "it has to be Python, started without -I, -E or -S, that imports torch"
+                raise GroupFailed("timed out", f"no step of a torch optimizer in {limit:.0f} s: {more}{self._last()}")
+            self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
+        self._peers = [peers[rank] for rank in sorted(peers)]
+        self.pids = [greetings[min(greetings)]["pid"]]
+
+    def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
+        """Have every rank make ``settle`` untimed and ``steps`` timed steps; ``limit`` is the longest silence."""
+        reports = self._ask(stage, limit, command="window", settle=settle, steps=steps)
+        for peer in self._peers:
+            peer.steps += settle + steps
+        start = min(report["start"] for report in reports)
+        ends = zip(*([r["start"] + end for end in r["step_ends"]] for r in reports), strict=True)
+        skipped = max(report["skipped"] for report in reports)
+        memory = {kind: max(r["memory"][kind] for r in reports) for kind in reports[0]["memory"]}
+        return [
+            {
+                **{"host": host_id(), "start": start, "end": max(report["end"] for report in reports)},
+                **{"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps},
+                **{
+                    "data_seconds": 0.0,
+                    "memory": memory,
+                    "state": {"skipped_steps": float(skipped)} if skipped else {},
+                },
+            }
+        ]
+
+    def witness(self) -> list[dict[str, Any]]:
+        """What the first rank says of itself; ``files`` then has those of its modules that are in no library."""
+        seen = self._ask("reading the witness", self.limits.build_seconds, command="witness")[0]
+        self.files: list[str] = seen.pop("files")
+        return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
+
+    def watched_elsewhere(self) -> list[dict[str, float | None]]:
+        """Nothing runs on other hosts."""
+        return []
+
+    def finish(self) -> list[dict[str, Any]]:
+        """End the command, and return one summary, with the most memory of a rank."""
+        seen = self.witness()[0]
+        said = self._ask("finishing", self.limits.finish_seconds, command="finish")
+        self.kill()
+        peaks = {name: max((s[name] for s in said if s[name] is not None), default=None) for name in said[0]}
+        told = {name: seen[name] for name in ("rank", "device", "device_uuid", "threads")}
+        return [{**told, **peaks, "images": None, "indices_sha256": ""}]
+
+    def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
+        begun = shown = time.monotonic()
+        for peer in self._peers:
+            peer.heard = begun
+            peer.tell(**command)
+        while pending := [peer for peer in self._peers if not peer.answers]:
+            ready = connection.wait([peer.link for peer in pending], timeout=0.5)
+            if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
+                self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
+            now = time.monotonic()
+            if now - max(peer.heard for peer in pending) > limit:
+                raise GroupFailed("timed out", f"made no step for {limit:.0f} s while {stage}{self._last()}")
+            if now - shown >= 2:
+                shown = now
+                self.progress(f"{stage}, {now - begun:.0f} s")
+        return [peer.answers.pop(0) for peer in self._peers]
+
+    def _ended(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
+
+    def _fail(self, where: str, *, steps: bool = False) -> None:
+        """Say how the command ended. Raises GroupFailed."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        code = self._process.returncode
+        how = "one of its ranks ended" if code is None else f"ended with exit code {code}"
+        number = -code if code and code < 0 else (code or 0) - SIGNALLED
+        with contextlib.suppress(ValueError):
+            how = f"was killed by {signal.Signals(number).name}"
+        advice = ": give it more steps or epochs" if steps and not code else ""
+        raise GroupFailed("crashed", f"{how} {where}{advice}{self._last()}", self._printed())
+
+    def _printed(self) -> str:
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(self._printed_before)
+            return file.read()[-4000:].decode(errors="replace")
+        return ""
+
+    def _last(self) -> str:
+        """The last lines that it printed, for the end of a sentence."""
+        lines = [line.strip() for line in self._printed().splitlines() if line.strip()]
+        return f"; it printed last: {' / '.join(lines[-LAST_LINES:])[-LAST_CHARACTERS:]}" if lines else ""
+
+    def _owns(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.environ().get(VARIABLE) == str(self._folder.path) and process.status() != "zombie"
+        return False
+
+    def kill(self) -> None:
+        """Kill every process of the command, and remove the folder."""
+        if self._process is not None:
+            # Found by their environment, also those that left the session or were started by one that is gone.
+            while found := [process for process in psutil.process_iter() if self._owns(process)]:
+                for process in found:
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+                psutil.wait_procs(found, timeout=EXIT_SECONDS)
+            self._process.wait()
+            self._process = None
+        for peer in (*self._peers, *self._strangers):
+            peer.link.close()
+        self._listener.close()
+        self._folder.remove()

@@ -1,0 +1,283 @@
+"""All of the lab that is in the process of somebody else's script while the script is measured.
+
+``command.py`` copies this file, as sitecustomize.py, into a folder that comes first on the script's Python path: every
+Python process of the command runs it before anything else. It needs the standard library, Python 3.9 and torch 2.1.
+After each step of the first optimizer that steps, torch calls ``Turns.after``. There the process sleeps until it is
+told to make some steps, makes them as it would anyway, and says how long they took.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib.machinery
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = os.environ.get("DDPM_LAB_TURNS", "")
+OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
+ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
+F_SETSIG, SIGKILL = 10, 9
+
+
+class Turns:
+    """The steps of this process, and whoever tells it when to make them."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.taken: Any = None  # the optimizer whose steps are counted
+        self.calls = self.steps = self.skipped = 0
+        self.settle = self.left = 0
+        self.marks: list[Any] = []
+        self.start = self.told = 0.0
+        self.first: Any = None
+        self.autocast: set[str] = set()
+        self.cuda = False
+        self.lines: Any = None
+        self.lifeline: Any = None  # held open
+        self.link: Any = None
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        """Called by torch after each step of any optimizer."""
+        self.calls += 1
+        if self.taken is None and OPTIMIZER in ("", type(optimizer).__name__):
+            self.taken = optimizer
+        if optimizer is not self.taken:
+            return
+        self.steps += 1
+        if self.link is None:
+            self._greet()
+            self._obey()
+        elif self.settle:
+            self.settle -= 1
+            if not self.settle:
+                self._begin()
+        else:
+            self.marks.append(self._mark())
+            self.left -= 1
+            if not self.left:
+                self._report()
+                self._obey()
+        if time.perf_counter() - self.told > ALIVE_SECONDS:
+            self._say({})
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            self.torch.cuda.synchronize()
+
+    def _greet(self) -> None:
+        self.cuda = self.torch.cuda.is_available() and self.torch.cuda.is_initialized()
+        self._synchronize()
+        self.link = connect()
+        self.lines = self.link.makefile()
+        rank, world_size = self._place()
+        self._say({"pid": os.getpid(), "rank": rank, "world_size": world_size})
+
+    def _place(self) -> tuple[int, int]:
+        distributed = self.torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return 0, 1
+
+    def _obey(self) -> None:
+        """Sleep until there are steps to make."""
+        while True:
+            line = self.lines.readline()
+            if not line:  # whoever measured is gone
+                os._exit(1)
+            told = json.loads(line)
+            if told["command"] == "window":
+                break
+            self._say(getattr(self, told["command"])())
+        self.settle, self.left, self.told = told["settle"], told["steps"], time.perf_counter()
+        if not self.settle:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._synchronize()
+        self.marks = []
+        self.skipped = 0
+        self.start = time.perf_counter()
+        self.first = self._mark()
+
+    def _report(self) -> None:
+        self._synchronize()
+        end, first = time.perf_counter(), self.first
+        ends = [first.elapsed_time(mark) / 1e3 if self.cuda else mark - first for mark in self.marks]
+        self._say({"start": self.start, "end": end, "step_ends": ends, "skipped": self.skipped, **self._memory()})
+
+    def _memory(self) -> dict[str, Any]:
+        found = {"rss_bytes": resident_bytes("VmRSS")}
+        if self.cuda:
+            found["allocated_bytes"] = self.torch.cuda.memory_allocated()
+            found["reserved_bytes"] = self.torch.cuda.memory_reserved()
+        return {"memory": found}
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, as far as it can be seen from inside."""
+        torch, weights = self.torch, [p for group in self.taken.param_groups for p in group["params"]]
+        counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+        device = weights[0].device
+        properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        uuid = getattr(properties, "uuid", None)
+        modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
+        installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
+        versions = {name: getattr(module, "__version__", None) for name, module in installed}
+        files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+        return {
+            "device": str(device),
+            "device_uuid": f"GPU-{uuid}" if uuid else None,
+            "parameters": sum(p.numel() for p in weights),
+            "weights": sorted({str(p.dtype)[6:] for p in weights}),
+            "gradients": sorted({str(p.grad.dtype)[6:] for p in weights if p.grad is not None}),
+            "autocast": sorted(self.autocast),
+            "compiled": bool(counters and counters["frames"]["ok"]),
+            "optimizer": type(self.taken).__name__,
+            "optimizers": "several" if self.calls > self.steps else "one",
+            "world_size": self._place()[1],
+            "threads": torch.get_num_threads(),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "cuda": torch.version.cuda if self.cuda else None,
+            "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
+            "prefetch_batches": self._prefetched(),
+            "files": sorted({f for f in files if f[:1] == "/" and f[-3:] == ".py" and not self._of_library(f)}),
+        }
+
+    def _of_library(self, file: str) -> bool:
+        return "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
+
+    def _prefetched(self) -> int:
+        """Batches that worker processes may have ready."""
+        kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+        loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []
+        return sum(loader._num_workers * loader._prefetch_factor for loader in loaders)
+
+    def finish(self) -> dict[str, Any]:
+        """The most memory this process has held; it is ended after this."""
+        peaks: dict[str, Any] = {"peak_rss_bytes": resident_bytes("VmHWM")}
+        cuda = self.torch.cuda
+        peaks["peak_memory_bytes"] = cuda.max_memory_allocated() if self.cuda else None
+        peaks["peak_reserved_bytes"] = cuda.max_memory_reserved() if self.cuda else None
+        return peaks
+
+    def _say(self, said: dict[str, Any]) -> None:
+        self.told = time.perf_counter()
+        try:
+            self.link.sendall(json.dumps(said).encode() + b"\n")
+        except OSError:
+            os._exit(1)
+
+
+def resident_bytes(kind: str) -> int:
+    """Memory of this process by its name in the kernel's table."""
+    sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(sizes[kind].split()[0])
+
+
+def connect() -> Any:
+    """A socket to whoever measures."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.connect(str(Path(FOLDER, "turns")))
+    except OSError:  # nobody is there any more
+        os._exit(1)
+    return link
+
+
+def attach(optimizers: Any) -> None:
+    """Be called after every optimizer step from here on, and be killed by the kernel when whoever measures is gone."""
+    turns = Turns(sys.modules["torch"])
+    turns.lifeline = lifeline = connect()
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, F_SETSIG, SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    optimizers.register_optimizer_step_post_hook(turns.after)
+    Late("torch.amp.grad_scaler", lambda module: _count_skipped(module, turns))
+    Late("torch.cuda.amp.grad_scaler", lambda module: _count_skipped(module, turns))  # where it was before torch 2.3
+    Late("torch.amp.autocast_mode", lambda module: _see_autocast(module, turns))
+
+
+def _count_skipped(module: Any, turns: Turns) -> None:
+    """Count a step that a gradient scaler skips as the step that it is: all but the optimizer's part was done."""
+    scaler = module.GradScaler
+    step = vars(scaler).get("_maybe_opt_step")
+    if step is None:
+        return
+
+    def maybe_opt_step(self: Any, optimizer: Any, *given: Any, **how: Any) -> Any:
+        calls = turns.calls
+        result = step(self, optimizer, *given, **how)
+        if turns.calls == calls:
+            turns.skipped += 1
+            turns.after(optimizer)
+        return result
+
+    scaler._maybe_opt_step = maybe_opt_step
+
+
+def _see_autocast(module: Any, turns: Turns) -> None:
+    """Note the number formats of autocast until the first step has ended."""
+    enter = module.autocast.__enter__
+
+    def noting(self: Any) -> Any:
+        if turns.link is None and getattr(self, "_enabled", False):
+            turns.autocast.add(str(getattr(self, "fast_dtype", "unknown")).replace("torch.", ""))
+        return enter(self)
+
+    module.autocast.__enter__ = noting
+
+
+class Late:
+    """Calls ``then`` with a module as soon as it has been imported, or now if it has been."""
+
+    def __init__(self, name: str, then: Any) -> None:
+        self.name, self.then = name, then
+        if name in sys.modules:
+            then(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Find the module as Python would, and have its loader tell."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        loader = spec.loader if spec else None
+        if loader is None:
+            return spec
+        run, then = loader.exec_module, self.then
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            then(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def chain() -> None:
+    """Run the sitecustomize that this one stands in front of."""
+    here = os.path.realpath(FOLDER)
+    path = [p for p in sys.path if os.path.realpath(p) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec and spec.origin:
+        code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
+        exec(code, {"__name__": "sitecustomize", "__file__": spec.origin})
+
+
+if FOLDER:
+    Late("torch.optim.optimizer", attach)
+    chain()

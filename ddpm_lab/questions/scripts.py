@@ -1,0 +1,265 @@
+"""Two command lines as the sides of a comparison: somebody's training scripts as they stand, in turns.
+
+ddpm-lab compare "python train.py" "python train.py --bf16"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.config import COMMAND, RunConfig, digest
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.selection import Study
+from ddpm_lab.files import output_folder
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion, Tree, source_of
+from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.sets import Instrument, log_of
+from ddpm_lab.measure.worktree import Repository
+from ddpm_lab.questions.pair import plan_pair
+from ddpm_lab.questions.planning import Planned, instrument_for
+from ddpm_lab.record import TWIN
+from ddpm_lab.training.setting import usual_device
+
+WORKING_TREE = "working tree"
+LONGEST_LABEL = 60
+LONG_STEP = 5.0
+MOST_FILES = 20_000
+"""Entries of the working folder that are looked at for files that were written meanwhile."""
+WORK = ("parameters", "weights", "world_size")
+"""Where the sides differ in one of these, one step may not be equal work."""
+RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
+
+
+def is_command(side: Any) -> bool:
+    """Whether a side of a comparison is a command line."""
+    text = str(side).strip() if isinstance(side, str | Path) else ""
+    return " " in text or (
+        text != "" and not text.endswith(".toml") and os.access(text, os.X_OK) and Path(text).is_file()
+    )
+
+
+def configuration(
+    command: str, place: str, *, device: str | None, images: int = 1, optimizer: str | None = None, as_is: bool = False
+) -> RunConfig:
+    """The configuration of a command line; a step of it takes so many ``images``."""
+    options: dict[str, Any] = {"command": command.strip()}
+    options |= {"optimizer": optimizer} if optimizer else {}
+    options |= {"as_is": True} if as_is else {}
+    whole(f"per_step of {place}", images, 1)
+    how: dict[str, Any] = {"device": usual_device(device), "global_batch_size": images}
+    return RunConfig(workload=COMMAND, options=tuple(options.items()), **how)
+
+
+def labels(one: str, two: str) -> tuple[str, str]:
+    """Two command lines for people: where they are long, from the first word on in which they differ."""
+    if max(len(one), len(two)) > LONGEST_LABEL:
+        first, second = one.split(), two.split()
+        same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+        keep = max(0, min(same, len(first), len(second)) - 1)
+        one, two = (shorten(" ".join(["..."] * bool(keep) + words[keep:])) for words in (first, second))
+    return (one, two) if one != two else (one, f"{two} (candidate)")
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 3]}..."
+
+
+def look(
+    config: RunConfig, instrument: Instrument, place: str, tree: Tree | None = None
+) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
+    """Start a command, let it make some steps, and end it: its configuration, its code, and what it says of itself.
+
+    Raises ConfigError, with its last lines, where it does not get so far.
+    """
+    command, log = config.command, log_of(instrument.cache, config)
+    how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
+    try:
+        group = CommandGroup(
+            config, log=log, tree=tree, progress=lambda t: instrument.progress(f"{command}: {t}"), **how
+        )
+        try:
+            group.window(settle=1, steps=2, limit=instrument.limits.build_seconds, stage="looking at it")
+            seen = group.witness()[0]
+        finally:
+            group.kill()
+    except GroupFailed as failed:
+        raise ConfigError(f"{place} ({command}) cannot be measured: {failed.reason}; all it printed: {log}") from failed
+    if tree and (astray := [file for file in group.files if Path(file).is_relative_to(tree.apart)]):
+        raise ConfigError(
+            f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
+            "script's own folder, not by an installed package or PYTHONPATH"
+        )
+    sources = {file: source_of(file) for file in group.files}
+    held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
+    key = digest([instrument.code.key, seen["python"], seen["versions"], held])
+    device = "cuda" if seen["device"].startswith("cuda") else "cpu"
+    return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), seen
+
+
+def measure(
+    baseline: str,
+    candidate: str | None = None,
+    *,
+    against: str | None = None,
+    always: bool = False,
+    per_step: Sequence[int] = (1,),
+    optimizer: str | None = None,
+    as_is: bool = False,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+    **limits: Any,
+) -> Planned | None:
+    """Measure two command lines, or one as it is here against a revision of its repository; ``limits`` as in compare.
+
+    ``per_step`` are the images of a step, of each side or of both. None where a revision runs the same code, unless
+    ``always``. Raises ConfigError where a side does not make a few steps here.
+    """
+    output = output_folder(output_dir)
+    instrument = instrument_for(output, Progress("compare", quiet=quiet))
+    images = (per_step[0], per_step[-1])
+    how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}
+    names = labels(baseline, candidate) if candidate else (str(against), WORKING_TREE)
+    one, two = (
+        configuration(command, place, images=count, **how)
+        for command, place, count in ((baseline, "A", images[0]), (candidate or baseline, "B", images[1]))
+    )
+    with _revision(against) as tree:
+        one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
+        two, beside, other = look(two, instrument, "B")
+        if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, tree.apart):
+            return None
+        if not quiet:
+            for line in unequal(ran, other, images):
+                print(f"note: {line}", file=sys.stderr)
+        begun, cores = time.time(), cores_asked((one, two))
+        how = {"output": output, "quiet": quiet, "cores": cores, **limits}
+        both = dataclasses.replace(
+            beside, key=digest([code.key, beside.key]), sources={**code.sources, **beside.sources}
+        )
+        code = beside.with_revision(code) if tree else both
+        measured = plan_pair((one, two), names, code=code, **how).measure()
+    if not quiet and not tree and (files := written_since(begun, Path.cwd(), output)):
+        shown = phrases.joined([str(f) for f in files[:3]])
+        print(
+            f"note: {shown} were written here meanwhile: if both sides write them, give each its own folder",
+            file=sys.stderr,
+        )
+    return measured
+
+
+@contextlib.contextmanager
+def _revision(against: str | None) -> Iterator[Tree | None]:
+    """A revision of the repository around here, of which the counterpart of the working folder comes first."""
+    if against is None:
+        yield None
+        return
+    repository = Repository.around(Path.cwd())
+    commit = repository.commit(against)
+    with repository.worktree(commit) as folder:
+        here = folder / Path.cwd().resolve().relative_to(repository.root)
+        if not here.is_dir():
+            raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
+        yield Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
+
+
+def _contents(code: CodeVersion, root: str) -> set[tuple[str, str]]:
+    return {(os.path.relpath(file, root), source.sha256) for file, source in code.sources.items()}
+
+
+def cores_asked(pair: Sequence[RunConfig]) -> int | None:
+    """All cores where a side chooses its threads itself; None where it takes those that are free."""
+    itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in pair)
+    return hardware.usable_cores() if itself else None
+
+
+def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
+    """Files below a folder that were written since a moment, those of the lab's ``output`` left out."""
+    found, left = [], MOST_FILES
+    for place, folders, files in os.walk(folder):
+        folders[:] = [
+            f for f in folders if f[:1] != "." and f != "__pycache__" and Path(place, f) != output / "trace_output"
+        ]
+        left -= len(files)
+        if left < 0:
+            break
+        for name in files:
+            with contextlib.suppress(OSError):
+                if (path := Path(place, name)).stat().st_mtime >= moment:
+                    found.append(path.relative_to(folder))
+    return found
+
+
+def ran_as(seen: Mapping[str, Any]) -> str:
+    """What a command ran, as it said itself."""
+    formats = ", ".join(seen["weights"]) + (
+        f" under autocast {', '.join(seen['autocast'])}" if seen["autocast"] else ""
+    )
+    said = [
+        f"{phrases.plural(seen['world_size'], 'rank')} on {seen['device']}",
+        phrases.plural(seen["threads"], "thread"),
+    ]
+    said += [f"{seen['parameters']:,} parameters in {formats}", seen["optimizer"]]
+    said += ["compiled"] if seen["compiled"] else []
+    return ", ".join([*said, f"torch {seen['versions'].get('torch', '?')}", f"Python {seen['python']}"])
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """What the two sides say differently of themselves, such as "torch 2.11.0 against 2.15.0"."""
+    pairs = [(name, one[name], two[name]) for name in (*RAN, "python", "cuda")]
+    pairs += [
+        (name, one["versions"][name], two["versions"][name]) for name in one["versions"] if name in two["versions"]
+    ]
+    return [f"{name} {_plain(a)} against {_plain(b)}" for name, a, b in pairs if a != b]
+
+
+def unequal(one: Mapping[str, Any], two: Mapping[str, Any], images: Sequence[int]) -> list[str]:
+    """A line where one step of a side may be other work than one of the other's."""
+    others = [name for name in WORK if one[name] != two[name]] + (
+        ["images of a step"] if images[0] != images[1] else []
+    )
+    return [f"a step of the two sides may not be equal work: {phrases.joined(others)} differ"] if others else []
+
+
+def _plain(value: Any) -> str:
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+def told(study: Study) -> list[str]:
+    """What each command ran and where the sides differ, of the last set that holds both, a line each."""
+    ran = {r.role: r for r in study.records if r.status == "ok" and r.config.command and r.witness.get("ranks")}
+    lines = [f"{r.label} ran as {ran_as(r.witness['ranks'][0])}" for role, r in ran.items() if role != TWIN]
+    if {"baseline", "candidate"} <= ran.keys():
+        sides = ran["baseline"], ran["candidate"]
+        one, two = (r.witness["ranks"][0] for r in sides)
+        different = "; ".join(differences(one, two))
+        lines += [f"{sides[1].label} differs from {sides[0].label}: {different}"] if different else []
+        lines += unequal(one, two, [r.config.global_batch_size for r in sides])
+    skipped = sum(w.state.get("skipped_steps") or 0.0 for r in ran.values() for w in r.windows)
+    lines += (
+        [f"gradient scaling skipped {phrases.plural(int(skipped), 'step')}, which count as steps"] if skipped else []
+    )
+    slow = [
+        w
+        for r in ran.values()
+        for w in r.windows
+        if max(w.step_seconds) > LONG_STEP * statistics.median(w.step_seconds)
+    ]
+    if slow:
+        lines.append(
+            f"{phrases.plural(len(slow), 'window')} held a step {LONG_STEP:.0f} times as long as usual, such as an "
+            "evaluation or a checkpoint; it counts"
+        )
+    return lines

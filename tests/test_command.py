@@ -1,0 +1,239 @@
+"""Scripts that know nothing of the lab take turns: counted steps, what they say of themselves, and how they end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_lab.config import COMMAND, RunConfig
+from ddpm_lab.measure.command import HOOK, CommandGroup
+from ddpm_lab.measure.group import GroupFailed, Limits
+
+TRAIN = """
+import os, sys, time
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(net.parameters())
+BEFORE
+for i in range(int(os.environ.get("STEPS", 10**9))):
+    net(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with open("steps", "a") as file:
+        file.write(f"{os.getpid()} {i + 1}\\n")
+    AFTER
+"""
+LIMITS = Limits(build_seconds=100, window_seconds=20)
+Start = Callable[..., CommandGroup]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a script with some lines before its loop and after a step; ended with the test."""
+    groups: list[CommandGroup] = []
+    monkeypatch.chdir(tmp_path)
+
+    def start(
+        *, before: str = "", after: str = "", run: str = "{python} train.py", limits: Limits = LIMITS, **options: Any
+    ) -> CommandGroup:
+        text = TRAIN.replace("BEFORE", before).replace("    AFTER", textwrap.indent(after, "    "))
+        Path("train.py").write_text(text)
+        given = (("command", run.format(python=sys.executable)), *options.items())
+        config = RunConfig(workload=COMMAND, options=given)
+        groups.append(CommandGroup(config, threads=1, log=tmp_path / "log", limits=limits))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def steps_made(folder: Path) -> dict[str, int]:
+    """The last step that each process noted."""
+    return {pid: int(step) for pid, step in map(str.split, (folder / "steps").read_text().splitlines())}
+
+
+def window(group: CommandGroup, settle: int, steps: int) -> dict[str, Any]:
+    return group.window(settle=settle, steps=steps, limit=30, stage="measuring")[0]
+
+
+def test_a_script_makes_the_steps_that_it_is_told_and_no_more(start: Start, tmp_path: Path) -> None:
+    group = start()
+    report = window(group, 2, 3)
+    # The last step sleeps within the optimizer, so what follows it in the script has not run.
+    assert list(steps_made(tmp_path).values()) == [5]
+    ends = report["step_ends"]
+    assert len(ends) == 3
+    assert ends == sorted(ends)
+    assert report["end"] - report["start"] >= ends[-1]
+    window(group, 0, 4)
+    assert list(steps_made(tmp_path).values()) == [9]
+    summary = group.finish()[0]
+    assert summary["peak_rss_bytes"] > 10_000_000
+    assert summary["threads"] == 1
+
+
+def test_what_it_says_of_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.machine = 'set up'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    (tmp_path / "helper.py").write_text("")
+    group = start(before="import helper, numpy\nprint(machine)\ntorch.autocast('cpu', torch.bfloat16).__enter__()")
+    seen = group.witness()[0]
+    assert (seen["parameters"], seen["weights"], seen["optimizer"]) == (72, ["float32"], "AdamW")
+    assert (seen["autocast"], seen["compiled"], seen["world_size"]) == (["bfloat16"], False, 1)
+    assert seen["versions"]["torch"]
+    assert "json" not in seen["versions"]
+    assert group.files == sorted(map(str, (tmp_path / "helper.py", tmp_path / "train.py")))
+    assert "set up" in (tmp_path / "log").read_text()  # the sitecustomize that was there before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "first"), [("", "AdamW"), ("SGD", "SGD")])
+def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, optimizer: str, first: str) -> None:
+    other = "second = torch.optim.SGD(net.parameters(), 0.1)"
+    group = start(before=other, after="for _ in range(2):\n    second.step()", optimizer=optimizer)
+    window(group, 0, 4)
+    assert group.witness()[0]["optimizer"] == first
+    assert list(steps_made(tmp_path).values()) == ([4] if first == "AdamW" else [3])
+
+
+@pytest.mark.slow
+def test_a_step_that_a_gradient_scaler_skips_is_counted(start: Start, tmp_path: Path) -> None:
+    before = """
+real = optimizer.step
+scaler = torch.amp.GradScaler("cpu")
+scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+def step():
+    if len(open("steps").readlines() if os.path.exists("steps") else ()) % 3 == 1:
+        net.weight.grad.fill_(float("inf"))
+    optimizer.step = real
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.step = step
+optimizer.step = step
+"""
+    group = start(before=before)
+    report = window(group, 0, 6)
+    assert report["state"] == {"skipped_steps": 2.0}
+    assert list(steps_made(tmp_path).values()) == [6]
+
+
+@pytest.mark.slow
+def test_batches_that_workers_hold_ready_are_told(start: Start) -> None:
+    loader = (
+        "batches = iter(torch.utils.data.DataLoader(range(10**6), num_workers=1, prefetch_factor=3))\nnext(batches)"
+    )
+    assert start(before=loader).witness()[0]["prefetch_batches"] == 3
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_make_the_same_steps_and_none_is_left(start: Start, tmp_path: Path) -> None:
+    before = """
+torch.distributed.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(net)
+"""
+    run = "{python} -m torch.distributed.run --standalone --nproc-per-node 2 train.py"
+    group = start(before=before, run=run)
+    report = window(group, 1, 3)
+    assert list(steps_made(tmp_path).values()) == [4, 4]
+    assert len(report["step_ends"]) == 3
+    assert group.witness()[0]["world_size"] == 2
+    group.finish()
+    assert not left(tmp_path)
+
+
+def left(folder: Path) -> list[int]:
+    """Processes that still run in a folder, some seconds later at most."""
+    for _ in range(60):
+        found = [p.pid for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder) and p.pid != os.getpid()]
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "fails": ({"before": "raise RuntimeError('no such image')"}, "crashed", "RuntimeError: no such image"),
+    "has no optimizer": ({"before": "sys.exit()"}, "crashed", "before a step of a torch optimizer"),
+    "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=6)}, "timed out", "in 6 s"),
+    "is not Python": ({"run": "sleep 1000", "limits": Limits(build_seconds=2)}, "timed out", "imports torch"),
+    "daemonises": ({"before": "if os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)"}, "crashed", "exit code 0"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: Path, name: str) -> None:
+    how, status, words = ENDINGS[name]
+    with pytest.raises(GroupFailed) as failed:
+        start(**how)
+    assert failed.value.status == status
+    assert words in failed.value.reason
+    assert not left(tmp_path)
+
+
+FAULTS = {
+    "ends": ("if i == 4: sys.exit()", "crashed", "give it more steps"),
+    "is killed": ("if i == 4: os.kill(os.getpid(), 9)", "crashed", "killed by SIGKILL"),
+    "hangs": ("if i == 4: time.sleep(1000)", "timed out", "made no step for 3 s"),
+    "catches everything": (
+        "try:\n    if i == 4: raise ValueError\nexcept BaseException: time.sleep(1000)",
+        "timed out",
+        "made no step",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, name: str) -> None:
+    after, status, words = FAULTS[name]
+    group = start(after=after)
+    with pytest.raises(GroupFailed) as failed:
+        group.window(settle=0, steps=20, limit=60 if status == "crashed" else 3, stage="measuring")
+    assert failed.value.status == status
+    assert words in failed.value.reason
+    group.kill()
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_whoever_measured_it(start: Start, tmp_path: Path) -> None:
+    start().kill()  # writes the script
+    config = json.dumps(RunConfig(workload=COMMAND, options=(("command", f"{sys.executable} train.py"),)).as_dict())
+    code = f"""
+import json, pathlib, time
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.command import CommandGroup
+from ddpm_lab.measure.group import Limits
+config = RunConfig.from_dict(json.loads({config!r}))
+group = CommandGroup(config, threads=1, log=pathlib.Path("log"), limits=Limits())
+print(group.pids[0], flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout
+        script = psutil.Process(int(leader.stdout.readline()))
+        leader.kill()
+    script.wait(30)
+    assert not left(tmp_path)
+
+
+def test_what_is_put_into_the_script_runs_with_python_39() -> None:
+    tree = ast.parse(HOOK.read_text(), feature_version=(3, 9))
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert {name.partition(".")[0] for name in imported} <= set(sys.stdlib_module_names)

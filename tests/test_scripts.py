@@ -1,0 +1,104 @@
+"""Two command lines compared: what is a command, what differs, and a planted difference found from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Call
+from git_repository import commit, repository, write
+
+from ddpm_lab.measure import hardware
+from ddpm_lab.questions import scripts
+
+TRAIN = """
+import sys, time, torch
+torch.manual_seed(0)
+net = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+while True:
+    net(torch.ones(8, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.002 * int(sys.argv[1]) if len(sys.argv) > 1 else PAUSE)
+"""
+SEEN: dict[str, Any] = {
+    **{"device": "cpu", "world_size": 1, "threads": 2, "parameters": 72, "weights": ["float32"], "gradients": []},
+    **{"autocast": [], "compiled": False, "optimizer": "SGD", "python": "3.12.1", "cuda": None},
+    "versions": {"torch": "2.11.0", "numpy": "2.0"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a script, as the working folder."""
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.chdir(repository(tmp_path / "work", {"train.py": TRAIN.replace("PAUSE", "0.006")}))
+    return Path.cwd()
+
+
+def test_what_is_a_command(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.touch(mode=0o755)
+    assert all(map(scripts.is_command, ("python train.py", str(script))))
+    assert not any(map(scripts.is_command, ("mine:before", "settings.toml", "mine.py", "", 3, print)))
+
+
+def test_labels_of_long_commands_begin_where_they_differ() -> None:
+    shared = "python -m some.package.train --data /a/long/path/to/images --width 128"
+    assert scripts.labels(f"{shared} --batch 8", f"{shared} --batch 16") == ("... --batch 8", "... --batch 16")
+    assert scripts.labels("a b", "a b") == ("a b", "a b (candidate)")
+    assert max(map(len, scripts.labels("a " + "b" * 99, "a " + "c" * 99))) == scripts.LONGEST_LABEL
+
+
+def test_differences_are_listed_and_other_work_is_told() -> None:
+    other = SEEN | {"parameters": 90, "versions": {"torch": "2.15.0", "numpy": "2.0"}}
+    assert scripts.differences(SEEN, other) == ["parameters 72 against 90", "torch 2.11.0 against 2.15.0"]
+    assert scripts.unequal(SEEN, SEEN, (8, 8)) == []
+    assert "parameters and images of a step" in scripts.unequal(SEEN, other, (8, 16))[0]
+
+
+def test_files_that_were_written_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    begun = time.time() + 1
+    for name in ("model.pt", "out/trace_output/ledger.jsonl", "__pycache__/a.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (begun + 1, begun + 1))
+    assert scripts.written_since(begun, tmp_path, tmp_path / "out") == [Path("model.pt")]
+
+
+@pytest.mark.slow
+def test_a_planted_difference_is_found(call: Call, folder: Path) -> None:
+    words = ("--sets", 1, "--per-step", 8, "--output-dir", folder / "out", "--json")
+    code, out, _ = call("compare", f"{sys.executable} train.py 2", f"{sys.executable} train.py 4", *words)
+    found = json.loads(out)
+    assert code == 0
+    assert 0.45 < found["ratio"] < 0.75  # the pauses alone: 0.5
+    assert [side["status"] for side in found["sides"]] == ["ok"] * 3
+    assert (folder / "out" / "trace_output" / "scripts").is_dir()
+
+
+@pytest.mark.slow
+def test_a_script_against_a_revision(call: Call, folder: Path) -> None:
+    words = ("compare", f"{sys.executable} train.py", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
+    assert "identical code" in call(*words)[1]
+    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    code, out, _ = call(*words, "--json")
+    assert code == 0  # one set says nothing surely
+    assert 0.4 < json.loads(out)["ratio"] < 0.75
+    commit(folder, {"train.py": "raise SystemExit('not today')"})
+    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    code, _, err = call(*words)
+    assert code == 2
+    assert "not today" in err
+
+
+def test_options_of_commands_are_for_commands(call: Call) -> None:
+    code, _, err = call("compare", "mine:before", "mine:after", "--per-step", 8)
+    assert code == 2
+    assert "--per-step" in err
