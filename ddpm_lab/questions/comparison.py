@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.others import free_cores
+from ddpm_lab.output import say
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
@@ -258,8 +260,8 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
     if config.data_sha256 or (config.workload != DDPM and not config.data):
         return config
-    say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
-    how: dict[str, Any] = {"held_out": None, "skip_bad": False, "progress": say}
+    progress = (lambda _: None) if quiet else partial(say, error=True)
+    how: dict[str, Any] = {"held_out": None, "skip_bad": False, "progress": progress}
     folder = resolve(config.data or "synthetic", output / PREPARED, image_size=config.image_size, **how)
     return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
 
