@@ -156,6 +156,13 @@ def test_a_report_in_markdown_runs_nothing(tmp_path: Path) -> None:
         same_markup(*found)
 
 
+def test_the_answers_in_a_readme_are_text(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"{published.BEGIN}\n{published.END}\n")
+    text = published._readme(tmp_path, {"here": [made_hostile(STUDIES["loader"]())]})
+    assert "script" in str(text)
+    assert not re.search(r"(?<!\\)[<`](?!!-- (answers|end))", str(text))
+
+
 def ran(page: Path) -> bool:
     """Whether a script of a page changed its title in a real browser."""
     how = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}", "--dump-dom")
