@@ -49,7 +49,7 @@ def list_images(folder: Path) -> list[ImageFile]:
     """List every PNG and JPEG under ``folder``, recursively, in natural numeric order (1.png, 2.png, 10.png).
 
     Links to files and folders are followed, each folder once. Names that begin with a dot, and ``__MACOSX``, are
-    left out: they hold editors' and archivers' copies, not images of the set. Raises DataError for no folder, or OSError.
+    left out: they hold editors' and archivers' copies, not images of the set. Raises DataError (no folder) or OSError.
     """
     found: list[ImageFile] = []
     visited: set[tuple[int, int]] = set()
