@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import TextIO
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
-from ddpm_lab.cli.options import Parser
+from ddpm_lab.cli.options import Options, Parser
+from ddpm_lab.output import Unread, prepare_streams, printable, say
 from ddpm_lab.training.stopping import Stop, Stopped, signal_name
 
 ABOUT = "Which settings train a diffusion model fastest here, and do they cost quality?"
@@ -53,52 +52,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cannot tell, and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe into head.
     """
     try:
-        try:
-            return _run(arguments)
-        finally:  # help and refusals, too, end here; what is still buffered would fail where nobody catches it
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except BrokenPipeError:
-        unread = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _unread(stream)]
-        if not unread:
-            raise  # another pipe, such as that of a rank
-        for stream in unread:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except Unread:
         return 128 + signal.SIGPIPE
 
 
-def _unread(stream: TextIO) -> bool:
-    """Whether the other end of an output was closed."""
+def _run(words: Sequence[str]) -> int:
+    """Run a command; its exit code, also where it was refused or stopped, or failed for what is not the lab's."""
+    options = Options()
     try:
-        number = stream.fileno()
-    except OSError:  # no file, as in a notebook
-        return False
-    watch = select.poll()
-    watch.register(number, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    """Run a command; its exit code, where all that it prints is read."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(words).parse_args(words)
-    try:
-        # SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that.
-        with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
-            result: int = options.command(options)
-    except LabError as error:
+        try:
+            prepare_streams()
+            options = _parser(words).parse_args(words)
+            # SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that.
+            with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
+                return int(options.command(options))
+        finally:  # help and refusals, too, end here
+            say()
+    except ConnectionError:  # of an output, or between processes
+        raise
+    except (LabError, OSError, RecursionError, MemoryError) as error:  # any other one is a defect
         code = int(getattr(error, "exit_code", 2))
-        lines = "\n" * (code == 1 and "hint" in options)  # ends a line of progress
-        print(f"{lines}ddpm-lab: {error}", file=sys.stderr)
+        ended = [""] * (code == 1 and "hint" in options)  # a line of progress
+        seen = traceback.format_exc().splitlines() if options.debug else ()
+        notes = (line for note in getattr(error, "__notes__", ()) for line in note.splitlines())
+        say(*ended, *seen, *notes, f"ddpm-lab: {_sentence(error)}", error=True)
         return code
-    except KeyboardInterrupt as ended:
-        number = ended.number if isinstance(ended, Stopped) else signal.SIGINT
+    except KeyboardInterrupt as stopped:
+        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
         said = "stopped; every complete set is in the ledger, the same command goes on"
         if "hint" in options:
             said = f"{signal_name(number)}, {options.hint()}"
-        print(f"\nddpm-lab: {said}", file=sys.stderr)
+        say("", f"ddpm-lab: {said}", error=True)
         return 128 + number
-    return result
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        place = printable(error.filename or "a file")
+        place = place if len(place) < 300 else f"{place[:100]}...{place[-100:]}"
+        why = error.strerror or str(error)
+        return f"cannot use {place}: {why}; check permissions and free space, or choose another place"
+    if isinstance(error, RecursionError):
+        return "something in the files that were read is nested too deeply; --debug shows where"
+    return str(error) if isinstance(error, LabError) else "out of memory: give less at once; --debug shows where"
 
 
 def _parser(words: Sequence[str]) -> Parser:
@@ -114,6 +111,7 @@ def _parser(words: Sequence[str]) -> Parser:
             if words[:1] == [name]:
                 module = import_module(f"ddpm_lab.cli.{MODULES.get(name, group)}")
                 module.COMMANDS[name].fill(command, words[1:])
+                command.add_argument("--debug", action="store_true", help="show where in the code an error arose")
     parser.set_defaults(main=main, typed=words)
     parser.description = "\n".join(lines)
     return parser

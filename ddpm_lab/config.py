@@ -184,7 +184,12 @@ class RunConfig:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", tuple((str(k), v) for k, v in dict(self.options).items()))
+        try:
+            json.dumps(options := dict(self.options))
+        except (TypeError, ValueError, RecursionError) as error:
+            given = f"options is {str(self.options)[:60]!r}"
+            raise ConfigError(f"{given}: give a table of numbers, texts, lists and tables ({error})") from error
+        object.__setattr__(self, "options", tuple((str(k), v) for k, v in options.items()))
         validate(self)
         for sentence in (*self._impossible(), *self._without_effect()):
             raise ConfigError(sentence)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 LEDGER = Path("trace_output", "ledger.jsonl")
 PREPARED = Path("data", "prepared")
 """Records and prepared images, in an output folder."""
+ROOM_BYTES = 2**20
+"""What must fit into a folder before anything is measured: the records and figures of a question are smaller."""
 NONE = "none"
 """How a file says that a number is left out, such as ``clip_norm``: TOML has no null."""
 NOT_IN_FILES = ("purpose", "workload", "options")
@@ -51,14 +54,31 @@ def writing(place: Path, refusal: type[LabError] = ConfigError, option: str = "-
         raise refusal(f"cannot write to {place}: {error.strerror}; choose another {option}") from error
 
 
+def check_room(*folders: Path, ledger: Path | None = None) -> None:
+    """Make folders, and see that results fit into each, and that a ledger, if there is one, can be written to.
+
+    Raises ConfigError, before the work begins whose results would be lost.
+    """
+    for folder in folders:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(ROOM_BYTES))
+    if ledger is not None and ledger.exists():
+        with writing(ledger):
+            ledger.open("r+b").close()
+
+
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there as before or as a whole. Raises OSError."""
+    """Write a file so that it is there as before or as a whole. Raises OSError, which names it."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk names none
         raise
 
 
@@ -68,7 +88,7 @@ def read_settings(path: Path, place: str) -> dict[str, Any]:
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {path} is not TOML: {error}") from error
     for table, name in (("diffusion", "min_snr_gamma"), ("optimizer", "clip_norm")):
         if isinstance(values.get(table), dict) and values[table].get(name) == NONE:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ddpm_lab.declared import reader
-from ddpm_lab.files import CHECKOUT
+from ddpm_lab.files import CHECKOUT, writing
+from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema
 
@@ -61,7 +62,7 @@ class Ledger:
         Raises LedgerError if the file cannot be written.
         """
         lines = "".join(json.dumps(r.as_dict(), separators=(",", ":")) + "\n" for r in records).encode()
-        try:
+        with writing(self.path, LedgerError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -71,9 +72,6 @@ class Ledger:
                 file.write(lines)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            sentence = f"cannot write the ledger {self.path}: {error.strerror}; choose another folder"
-            raise LedgerError(sentence) from error
 
     def heads(self) -> tuple[list[Head], list[Damaged]]:
         """What each record is, in the order they were written, and the lines that could not be read.
@@ -98,7 +96,24 @@ class Ledger:
 
 def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
     """The records of some heads, in their order, and the lines that could not be read."""
-    return _read(lambda _, __, text: RunRecord.from_dict(json.loads(text)), (head[:3] for head in heads))
+    return _read(lambda _, __, text: RunRecord.from_dict(_values(text)), (head[:3] for head in heads))
+
+
+def _values(text: bytes) -> dict[str, Any]:
+    """The values of a record; texts that are shown are made printable, and those that identify something stay."""
+    values: dict[str, Any] = json.loads(text)
+    if text.isascii() and b"\\" not in text:  # no other character can be in it, and most records are many numbers
+        return values
+    shown = {name: _printable(v) for name, v in values.items() if name not in ("config", "environment")}
+    return {**values, **shown}
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(name): _printable(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_printable(v) for v in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _read(

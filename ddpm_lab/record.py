@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt, reader
+from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
 
 SCHEMA = 4
@@ -65,10 +66,10 @@ class Machine:
         """A short name for people: what computes, and how many cores stand beside it."""
         cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
         if not self.gpus:
-            return f"{self.cpu}, {cores}, no GPU"
+            return printable(f"{self.cpu}, {cores}, no GPU")
         models = sorted(set(self.gpus))
         counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
-        return f"{counted}, {self.cpu}, {cores}"
+        return printable(f"{counted}, {self.cpu}, {cores}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

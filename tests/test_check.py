@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import sys
 import sysconfig
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Call
@@ -54,6 +56,14 @@ def test_another_platform_or_python_or_a_read_only_folder_cannot_run_the_lab(
     code, out, _ = call("check", "--output-dir", tmp_path, "--json")
     missing = [item["name"] for item in json.loads(out)["items"] if item["needed"] and not item["present"]]
     assert (code, missing) == (1, ["Linux", "Python 3.11 to 3.13", "output folder"])
+
+
+def test_a_folder_that_cannot_be_made_or_is_full_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert items(tmp_path / "below")["output folder"].present
+    assert not items(tmp_path / "file" / "below")["output folder"].present
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert not items(tmp_path)["output folder"].present
 
 
 def test_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

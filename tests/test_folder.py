@@ -1,7 +1,10 @@
 """Listing a folder in order, and turning its files into pixels."""
 
 import hashlib
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ from PIL import Image
 
 from ddpm_lab.data.folder import DataError, ImageError, decode, decode_files, list_images
 from ddpm_lab.data.synthetic import generate
+from ddpm_lab.files import CHECKOUT
 
 
 def save(path: Path, pixels: object = None, **options: object) -> Path:
@@ -31,6 +35,39 @@ def test_lists_nested_folders_in_numeric_order(tmp_path: Path) -> None:
     for path in (tmp_path / "1.png", tmp_path / "x.png"):
         with pytest.raises(DataError, match=path.name):
             list_images(path)
+
+
+def test_links_that_lead_nowhere_are_damaged_images_and_any_depth_is_listed(tmp_path: Path) -> None:
+    save(tmp_path / "images" / "1.png")
+    (tmp_path / "images" / "self.png").symlink_to("self.png")
+    (tmp_path / "images" / "lost.png").symlink_to("nowhere")
+    (tmp_path / "images" / "folder").symlink_to("folder")
+    names = [file.path for file in list_images(tmp_path / "images")]
+    assert names == ["1.png", "lost.png", "self.png"]
+    bad = decode_files([str(tmp_path / "images" / n) for n in names], np.empty((3, 4, 4, 3), np.uint8), keep_going=True)
+    assert [(i, "symbolic links" in why or "No such file" in why) for i, why in bad] == [(1, True), (2, True)]
+    depth, place = 1200, os.open(tmp_path, os.O_RDONLY)
+    try:
+        for _ in range(depth):
+            os.mkdir("d", dir_fd=place)
+            place, above = os.open("d", os.O_RDONLY, dir_fd=place), place
+            os.close(above)
+        assert list_images(tmp_path / "d") == []
+    finally:
+        for _ in range(depth):  # pytest could not remove them
+            place, below = os.open("..", os.O_RDONLY, dir_fd=place), place
+            os.close(below)
+            os.rmdir("d", dir_fd=place)
+        os.close(place)
+
+
+@pytest.mark.slow
+def test_a_large_image_is_no_warning_on_a_terminal(tmp_path: Path) -> None:
+    Image.new("1", (10_000, 9_000)).save(tmp_path / "1.png")
+    code = "import sys; from ddpm_lab.data.folder import decode; print(decode(sys.argv[1], 8).shape)"
+    run = [sys.executable, "-c", code, str(tmp_path / "1.png")]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    assert (done.stdout, done.stderr) == ("(8, 8, 3)\n", "")
 
 
 def test_rgb_grey_and_palette_become_rgb(tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 """The command line: help everywhere, refusals in one line, and options that reach what they are meant for."""
 
+import errno
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +22,7 @@ from ddpm_lab.__main__ import GROUPS, _parser
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.synthetic import write_folder
+from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
@@ -82,6 +88,17 @@ REFUSED = {
     "run strategy amp": ["strategy", "alone"],
     "run strategy --preset smoke": ["--preset"],
     "run strategy --network tiny --parameters 9": ["--network", "--parameters"],
+    "run amp --output-dir TAKEN": ["ledger.jsonl: Is a directory", "--output-dir"],
+    "run amp --output-dir /proc/below": ["/proc/below"],
+    "figures --ledger RECORDS --output-dir /proc/below": ["/proc/below"],
+    "run bottleneck --config DEEP.toml": ["DEEP.toml"],
+    "compare DEEP.toml TIME.toml": ["DEEP.toml"],
+    "compare TIME.toml TEXT.toml": ["TIME.toml", "options", "datetime.time"],
+    "compare TEXT.toml TIME.toml": ["TEXT.toml", "options", "'text'"],
+    "summary DIGITS.toml DIGITS.toml": ["DIGITS.toml", "4300 digits"],
+    "summary FOLDER.jsonl": ["FOLDER.jsonl"],
+    f"summary {'x' * 5000}.jsonl": ["xxx...xxx", "File name too long"],
+    f"prepare {'x' * 5000} DEST": ["File name too long"],
     "train --steps 5": ["--output-dir"],
     "train --steps 5 --output-dir DEST --data none": ["none"],
     "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
@@ -106,6 +123,12 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     (tmp_path / "FILE").touch()
     (tmp_path / "TEXT").write_text("# A page\n\nand no record\n")
     Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
+    Ledger(tmp_path / "RECORDS").append(make.sets({"bf16": (replace(RunConfig(), precision="bf16"), 1.6)}))
+    for folder in ("TAKEN/trace_output/ledger.jsonl", "FOLDER.jsonl"):
+        (tmp_path / folder).mkdir(parents=True)
+    tables = {"DEEP": f"a = {'[' * 100_000}", "TIME": "[options]\nq = 07:32:00", "TEXT": 'options = "text"'}
+    for name, text in (tables | {"DIGITS": f"seed = {'1' * 5000}"}).items():
+        (tmp_path / f"{name}.toml").write_text(text)
     for arguments, words in REFUSED.items():
         given = arguments.split()
         if given[:1] in (["run"], ["figures"]) and "--output-dir" not in given:
@@ -116,7 +139,7 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
         assert err.count("\n") == 1, err
         for word in words:
             assert word in err, arguments
-    assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not [path for path in tmp_path.rglob("ledger.jsonl") if path.is_file()]
     assert not (tmp_path / "DEST").exists()
 
 
@@ -130,6 +153,15 @@ def test_a_parameter_may_be_typed_as_python_or_json_has_it(call: Call, monkeypat
         assert type(seen["parameters"]["published"]) is type(value)
 
 
+OUTSIDE: dict[BaseException, str] = {
+    OSError(errno.ENOSPC, "No space left on device", "/a/b"): "/a/b: No space left on device",
+    OSError(errno.ENOSPC, "No space left on device"): "No space left on device",
+    PermissionError(errno.EACCES, "Permission denied", "/a\nb"): "/a\\nb: Permission denied",
+    RecursionError("deep"): "nested too deeply",
+    MemoryError(): "out of memory",
+}
+
+
 def test_a_defect_keeps_its_traceback_and_a_signal_is_an_exit_code(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise error
@@ -138,12 +170,65 @@ def test_a_defect_keeps_its_traceback_and_a_signal_is_an_exit_code(call: Call, m
     error: BaseException = ValueError("a defect")
     with pytest.raises(ValueError, match="a defect"):
         call("run", "amp")
+    for planted, words in OUTSIDE.items():
+        error = planted
+        code, out, err = call("run", "amp")
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert words in err
+        err = call("run", "amp", "--debug")[2]
+        assert err.startswith("Traceback")
+        assert words in err.splitlines()[-1]
     error = KeyboardInterrupt()
     assert call("run", "amp")[0] == 130
     monkeypatch.setattr(planning, "plan_question", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert call("run", "amp")[0] == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+FULL = {
+    "run amp --preset smoke": "trace_output",
+    "report --preset smoke": "reports",
+    "figures --ledger RECORDS": "image_output",
+    "benchmark --preset smoke": "trace_output",
+    "sample nowhere.pt --count 1": "nowhere.pt",
+    "train --steps 1 --no-probe --image-size 8 --data DATA": "checkpoints",
+}
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_full_disk_is_told_before_anything_is_measured(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit to the size of files fails where a full disk does: when something is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planning.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    Ledger(tmp_path / "RECORDS").append(make.sets({"bf16": (replace(RunConfig(), precision="bf16"), 1.6)}))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for arguments, place in FULL.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))
+        try:
+            code, out, err = call(*arguments.replace("DATA", str(data)).split(), "--output-dir", "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (code, out) == (2, ""), err
+        assert place in err
+        assert "Traceback" not in err
+        assert err.splitlines()[-1].startswith("ddpm-lab: ")
+
+
+@pytest.mark.slow
+def test_a_module_of_the_working_folder_hides_no_library(tmp_path: Path) -> None:
+    """The process that starts ranks imports libraries, in whatever folder one works."""
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('the wrong numpy')")
+    loops = "\n".join(f"def {name}():\n    while True:\n        time.sleep(0.001)\n        yield" for name in "ab")
+    (tmp_path / "mine.py").write_text(f"import time\n{loops}\n")
+    command = "import sys; del sys.path[0]; from ddpm_lab.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    words = ["compare", "mine:a", "mine:b", "--sets", "1", "--minutes", "0.1", "--output-dir", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    run = [sys.executable, "-c", command, *words]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 REACHED: dict[str, dict[str, Any]] = {

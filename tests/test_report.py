@@ -204,7 +204,7 @@ def test_wrong_values_are_refused_before_anything_starts(
         ({"minutes": 0}, ReportError, "minutes.*0"),
         ({"data": "damaged"}, DataError, r"1\.png"),
         ({"held_out": "empty"}, DataError, "empty"),
-        ({"output_dir": "file"}, ReportError, "file"),
+        ({"output_dir": "file"}, ConfigError, "file"),
         ({"notebooks": ["03_apm"]}, ReportError, "'03_apm'.*03_amp"),
     ]
     notebook = write(tmp_path / "01_a.ipynb")

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from ddpm_lab.checks import compiler
 from ddpm_lab.cli.options import Command, given, tell
-from ddpm_lab.files import output_folder
+from ddpm_lab.files import ROOM_BYTES, output_folder
 from ddpm_lab.measure import hardware
+from ddpm_lab.output import say
 
 PACKAGES = {
     "torch": "everything that is measured",
@@ -76,8 +77,9 @@ def checkup(output: Path) -> list[Item]:
     header = Path(sysconfig.get_path("include"), "Python.h")
     headers = str(header) if header.exists() else "Python.h is missing"
     compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
-    place = next(p for p in (output, *output.parents) if p.is_dir())
-    room = f"{output}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
+    place = next(p for p in (output, *output.parents) if os.path.lexists(p))
+    free, able = shutil.disk_usage(place).free, place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    room, writable = f"{output}, {free / 1e9:.0f} GB free", able and free > ROOM_BYTES
     python, other = (3, 11) <= version < (3, 14), "run make setup with PYTHON=python3.13 or another of them"
     return [
         Item("Linux", sys.platform == "linux", platform.platform(terse=True), "starting ranks: use a Linux machine"),
@@ -86,7 +88,7 @@ def checkup(output: Path) -> list[Item]:
         Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or "none visible", slower),
         Item(kind, found is not None, found or f"{compiling_with} is missing", f"{compiling} {needed}"),
         Item("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
-        Item("output folder", os.access(place, os.W_OK), room, "choose one that can be written with --output-dir"),
+        Item("output folder", writable, room, "choose one that can be written with --output-dir"),
         Item("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks: two cores, or several GPUs"),
     ]
 
@@ -102,9 +104,9 @@ def _instrument(options: argparse.Namespace) -> int:
         if found is None or found.passed or found.sets < calibration.LEAST_SETS:
             break
         if attempt == 1:
-            print(f"{found.verdict()}: the check is repeated once", file=sys.stderr)
+            say(f"{found.verdict()}: the check is repeated once", error=True)
     if found is None:
-        print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
+        say("ddpm-lab: no set of the calibration was completed", error=True)
         return 1
     figure = calibration.save_figure(found, output)
     tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])

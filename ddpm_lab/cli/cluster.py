@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.cli.options import Command
 from ddpm_lab.files import LEDGER, expanded, output_folder
 from ddpm_lab.measure import cluster
+from ddpm_lab.output import say
 from ddpm_lab.reports import summary
 
 MANY_HOSTS = ("run", "train", "sample")
@@ -39,7 +39,7 @@ def collect(options: argparse.Namespace) -> int:
     rows = [row for log in logs for row in summary.read_log(log)]
     added = summary.append_new(logs, ledger)
     summary.show(summary.compared(rows), csv=options.csv, as_json=options.json)
-    print(f"{added} new records: {ledger}", file=sys.stderr)
+    say(f"{added} new records: {ledger}", error=True)
     return int(not all(row.found for row in rows))
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -39,7 +38,8 @@ from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
+from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder
+from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning, scripts
 from ddpm_lab.questions import multi_gpu as question
@@ -117,12 +117,11 @@ def run(options: argparse.Namespace) -> int:
         measured = [experiments.undecided(one).measure() for one in planned]
         answers = [_answer(one, named) for one in measured]
     if options.json:
-        print(json.dumps(answers, indent=1))
+        say(*json.dumps(answers, indent=1).split("\n"))
     else:
         for found in answers:
             _show(found)
-        print(*(f"records: {one.ledger}" for one in measured[-1:]), sep="\n", end="\n" * bool(measured))
-    sys.stdout.flush()
+        say(*(f"records: {one.ledger}" for one in measured[-1:]))
     if "SLURM_JOB_ID" in os.environ:  # the log of a job tells of each configuration that trained
         summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
@@ -166,14 +165,14 @@ def _told(shown: Answer) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     short = found.get("headline", found["finding"])
-    print(f"{found['experiment']}: {short}")
+    say(f"{found['experiment']}: {short}")
     for line in found["finding"].removeprefix(short).removeprefix(". ").split("\n"):
-        print(*textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  "), sep="\n", end="\n" * bool(line))
+        say(*textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  "))
     for title, name in (("to answer it", "way_out"), ("figure", "figure"), ("report", "report"), ("page", "page")):
         if found.get(name):
-            print(f"{title}: {found[name]}")
+            say(f"{title}: {found[name]}")
     for split in found.get("lost_scaling", ()):
-        print(f"{split['family']}: {split['headline']}")
+        say(f"{split['family']}: {split['headline']}")
         table.show(split["parts"])
 
 
@@ -184,7 +183,7 @@ def _track(tracker: str | None, measured: Sequence[planning.Planned]) -> None:
             log_study(str(tracker), experiments.study_of(one))
         except Exception as error:  # whatever fails here takes nothing from what was measured
             reason = f"{type(error).__name__}: {error}"
-            print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)
+            say(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", error=True)
 
 
 def log_study(kind: str, study: Study) -> None:
@@ -199,7 +198,7 @@ def log_study(kind: str, study: Study) -> None:
     key, archives = sha256(sets.encode()).hexdigest()[:32], (study.output_dir / LEDGER).parent / "comet"
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
         save(shown.figure(), picture := Path(place) / f"{study.experiment}.png")
-        to = tracking.Tracker(kind, archives, key, name=study.experiment, say=partial(print, file=sys.stderr))
+        to = tracking.Tracker(kind, archives, key, name=study.experiment, say=partial(say, error=True))
         base = tracking.settings(next((r.config for r in rows if r.role == "baseline"), last.config))
         own = {f"{r.label}/{k}": v for r in rows for k, v in tracking.settings(r.config).items() if base[k] != v}
         to.call("log_parameters", base | own)
@@ -233,7 +232,7 @@ def compare(options: argparse.Namespace) -> int:
         measured = gate.measure(options.baseline, against, always=bool(options.always), **how)
     values: dict[str, Any]
     if isinstance(measured, gate.Outcome):  # code that is the same
-        code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{measured.sentence}.\n"
+        code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{table.literal(measured.sentence)}.\n"
         values = {"verdict": measured.status, "gate": {**asdict(measured), "exit_code": code}}
     else:
         found = comparison.answer(measured)
@@ -244,9 +243,8 @@ def compare(options: argparse.Namespace) -> int:
             said = {**asdict(judged), "threshold": threshold, "exit_code": code}
             values, lines = {**values, "gate": said}, [*lines, judged.sentence]
     tell(options, values, lines)
-    sys.stdout.flush()
     if page and (path := options.markdown or os.environ.get("GITHUB_STEP_SUMMARY")):
-        with writing(expanded(path), option="--markdown"), expanded(path).open("a") as file:
+        with expanded(path).open("a") as file:
             file.write(page)
     _track(tracker, () if isinstance(measured, gate.Outcome) else [measured])
     return code

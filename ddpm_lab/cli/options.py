@@ -15,6 +15,7 @@ from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, did_you_mean, percent
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.explain.bands import DEFAULT, NAMED
+from ddpm_lab.output import say
 from ddpm_lab.plan import PRESETS
 
 KEY_VARIABLE = "COMET_API_KEY"
@@ -194,7 +195,7 @@ def reads(options: argparse.Namespace, *also: str) -> bool:
 def refuse_others(options: argparse.Namespace, *able: str, why: str) -> None:
     """Raise ConfigError for an option that is not among those that have an effect, as ``why`` says."""
     for action in options.parser._actions:
-        if action.dest in options and action.dest not in able:
+        if action.dest in options and action.dest not in (*able, "debug"):
             raise ConfigError(f"{why}, and {action.option_strings[-1]} is about measuring: leave it out")
 
 
@@ -216,7 +217,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> None:
     """Print an answer: ``values`` as JSON where that is asked for, else ``lines``."""
-    print(*([json.dumps(values, indent=1)] if options.json else lines), sep="\n")
+    texts = [json.dumps(values, indent=1)] if options.json else lines
+    say(*(line for text in texts for line in str(text).split("\n")))
 
 
 def tracker_chosen(option: str | None) -> str | None:

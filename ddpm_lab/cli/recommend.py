@@ -15,8 +15,9 @@ from ddpm_lab.config import PARTS
 from ddpm_lab.explain import table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import configuration, expanded, read_settings
+from ddpm_lab.files import check_room, configuration, expanded, read_settings
 from ddpm_lab.measure import hardware
+from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions import experiments, planning
@@ -54,7 +55,7 @@ def recommend(options: argparse.Namespace) -> int:
     try:
         found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
     except ModuleNotFoundError as missing:
-        print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
+        say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
     study, said = found.study, found.finding
     path = study.output_dir / FILE
@@ -96,6 +97,7 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
 def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> planning.Planned:
     """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
     planned = planning.plan_question("bottleneck", **_settings(options) | settings)
+    check_room(planned.output / "reports")
     config = planned.campaign.experiment.profiles[0][2]
     if config.device == "cuda":
         smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)

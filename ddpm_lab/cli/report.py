@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,9 +17,10 @@ from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, te
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT
-from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings, writing
+from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
+from ddpm_lab.output import say
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
@@ -61,9 +61,9 @@ def figures(options: argparse.Namespace) -> int:
     output = output_folder(options.output_dir)
     if options.check:
         problems = published.check(output)
-        print(*(f"ddpm-lab: {problem}\n" for problem in problems), sep="", end="", file=sys.stderr)
+        say(*(f"ddpm-lab: {problem}" for problem in problems), error=True)
         if not problems:
-            print("every published figure matches the published records")
+            say("every published figure matches the published records")
         return 1 if problems else 0
     files = ledgers(options.ledger, output)
     if options.publish:
@@ -92,7 +92,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     single = []
     if options.ranks == "auto" and ranks > 1:
         answers = [strategy(network=network, batch_size=batch, device=device) for batch in batches]
-        print(*(f"--ranks auto: {answer.sentence()}" for answer in answers), sep="\n", file=sys.stderr)
+        say(*(f"--ranks auto: {answer.sentence()}" for answer in answers), error=True)
         single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
     parts = (([b for b in batches if b not in single], sizes), (single, [1]))
@@ -120,32 +120,31 @@ def benchmark(options: argparse.Namespace) -> int:
             planned = plan(options, folder)
         except LabError:
             with suppress(OSError):  # planning looks whether records can be written
-                for made in (folder / LEDGER.parent, folder) if is_new else ():
+                for made in (folder / LEDGER.parent, folder / "image_output", folder) if is_new else ():
                     made.rmdir()
             raise
         minutes = options.minutes or max(1, round(sum(one.campaign.forecast() for one in planned) / 60))
         again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
-        print(f"results go to {folder}; about {minutes:g} min; stopped, {again}", file=sys.stderr)
+        say(f"results go to {folder}; about {minutes:g} min; stopped, {again}", error=True)
         for one in planned:
             one.measure()
     if missing := missing_to_explain():
-        print(f"measured; {missing} is not installed here: take {source} to a machine with it, and there")
-        print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
+        advice = f"measured; {missing} is not installed here: take {source} to a machine with it, and there"
+        say(advice, "ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
         return 0
     from ddpm_lab.reports import benchmark  # noqa: PLC0415 - needs Matplotlib
 
     study = experiments.run("multi_gpu", ledger=source, machine=machine).study
     found = benchmark.rows(study)
     if not found:
-        print(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", file=sys.stderr)
+        say(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", error=True)
         return 1
-    with writing(folder):
-        written = benchmark.write(study, folder)
+    written = benchmark.write(study, folder)
     if options.json:
-        print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
+        say(*(folder / f"{benchmark.RESULTS}.json").read_text().splitlines())
     else:
         table.show(benchmark.comparison(study))
-        print("", answer(study).finding.claim, *written, sep="\n")
+        say("", *answer(study).finding.claim.split("\n"), *written)
     return 0 if any(row.sets for row in found) else 1
 
 
@@ -168,7 +167,7 @@ def summary(options: argparse.Namespace) -> int:
     rows += runs.compared(apart)
     runs.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
-        print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
+        say("ddpm-lab: there is no run of one GPU or rank, or several", error=True)
         return 1
     return 0
 
@@ -198,7 +197,7 @@ def _difference(options: argparse.Namespace) -> int:
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
         runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)
-        print()
+        say("")
     tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(options.sources, found, wrong))
     return int(bool(wrong))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from functools import partial
 from typing import Any
 
 from ddpm_lab import declared
@@ -14,6 +14,7 @@ from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import say
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run
@@ -37,12 +38,12 @@ EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 def prepare(options: argparse.Namespace) -> int:
     how = given(options, "image_size", "held_out", "skip_bad")
     dest = expanded(options.dest)
-    manifest = packed.prepare(options.source, dest, progress=lambda line: print(line, file=sys.stderr), **how)
+    manifest = packed.prepare(options.source, dest, progress=partial(say, error=True), **how)
     if options.json:
-        print(manifest.to_json(), end="")
+        say(*manifest.to_json().splitlines())
     else:
         lines = (f"left out: {line}" for line in manifest.skipped)
-        print(f"{options.dest}: {manifest.describe()}", *lines, sep="\n")
+        say(f"{options.dest}: {manifest.describe()}", *lines)
     return 0
 
 
@@ -85,10 +86,10 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     progress.done(", ".join([f"step {outcome.step:,} of {max(outcome.step, schedule.steps):,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
-        print(f"{where}: the same command goes on from there", file=sys.stderr)
+        say(f"{where}: the same command goes on from there", error=True)
         return 128 + stop.number
     summary.tell([summary.of_training(config, folder, watch.state.get("gpu_utilisation_percent"))])
-    print(outcome.checkpoint)
+    say(outcome.checkpoint)
     return 0
 
 
@@ -108,7 +109,7 @@ def sample(options: argparse.Namespace) -> int:
         from ddpm_lab.training.training import write_grid  # noqa: PLC0415 - imports torch
 
         write_grid(paths, folder / "grid.png")
-    print(folder / "grid.png" if options.grid else folder)
+    say(folder / "grid.png" if options.grid else folder)
     return 0
 
 

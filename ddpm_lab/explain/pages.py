@@ -13,9 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddpm_lab import __version__
+from ddpm_lab.explain.table import Rendered, code, literal
 from ddpm_lab.files import replace
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+_TEMPLATES: dict[str, Any] = {"loader": FileSystemLoader(TEMPLATES), "undefined": StrictUndefined}
 ANSWERED, SMOKE = "answered", "smoke"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
@@ -196,8 +198,19 @@ def write_markdown(text: str, target: Path) -> None:
 
 
 def _render(template: str, target: Path, **values: Any) -> None:
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(autoescape=True, **_TEMPLATES)
     replace(target, environment.get_template(template).render(version=__version__, **values))
+
+
+def markdown(template: str, **values: Any) -> str:
+    """Fill in a template of Markdown: all texts but those that are ``Rendered`` are shown as they are."""
+    environment = Environment(trim_blocks=True, finalize=_escaped, **_TEMPLATES)
+    environment.filters["code"] = code
+    return f"{environment.get_template(template).render(**values).rstrip()}\n"
+
+
+def _escaped(value: Any) -> Any:
+    return literal(value) if isinstance(value, str) and not isinstance(value, Rendered) else value
 
 
 def _html(text: str, **images: Any) -> Markup:

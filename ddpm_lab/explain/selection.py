@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
 from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
+from ddpm_lab.output import say
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
@@ -201,7 +202,7 @@ def read_study(
 def note(damaged: Iterable[Damaged]) -> None:
     """Print a note of each line of a ledger that cannot be read."""
     for line in damaged:
-        print(f"note: {line}")
+        say(f"note: {line}")
 
 
 def _one_code(trials: Sequence[T]) -> list[T]:

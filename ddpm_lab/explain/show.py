@@ -18,7 +18,8 @@ from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.pages import METADATA, spoken_date
-from ddpm_lab.explain.table import Table, html, literal, plain
+from ddpm_lab.explain.table import Table, code, html, literal, plain
+from ddpm_lab.output import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +76,7 @@ def more(answer: Answer) -> None:
     further, numbers = answer.figures(), answer.tables()
     profile = next((r.profile for r in reversed(answer.study.records) if r.profile), {})
     paths = [Path("trace_output", name) for name in profile.get("traces", ())]
-    traces = ", ".join(f"`{path}`" for path in paths if (answer.study.output_dir / path).is_file())
+    traces = [path for path in paths if (answer.study.output_dir / path).is_file()]
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
@@ -85,8 +86,10 @@ def more(answer: Answer) -> None:
         _display({"text/markdown": literal(caption), "text/plain": caption})
         _show_table(frame)
     if traces:
-        text = f"Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: {traces}"
-        _display({"text/markdown": text, "text/plain": text.replace("`", "")})
+        text = "Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: "
+        _display(
+            {"text/markdown": text + ", ".join(map(code, traces)), "text/plain": text + ", ".join(map(str, traces))}
+        )
 
 
 def _path(answer: Answer, suffix: str = "") -> Path:
@@ -104,4 +107,4 @@ def _display(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None)
     if InteractiveShell.initialized():
         display(dict(data), metadata=dict(metadata or {}), raw=True)  # type: ignore[no-untyped-call]
     else:
-        print(data["text/plain"])
+        say(*data["text/plain"].split("\n"))

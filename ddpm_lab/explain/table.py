@@ -12,6 +12,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
+from ddpm_lab.output import printable, say
+
 Table = list[dict[str, str]]
 
 NAMING = ("Configuration", "Family", "Operator", "Settings", "Work", "Note")
@@ -33,6 +35,7 @@ def plain(rows: Table) -> str:
     """The table as text: numbers to the right, words to the left."""
     if not rows:
         return "no rows"
+    rows = [{printable(name): printable(cell) for name, cell in row.items()} for row in rows]
     right = _of_numbers(rows)
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     lines = (
@@ -54,34 +57,49 @@ def show(rows: Table) -> None:
     else:
         rich = sys.stdout.isatty() and bool(rows)
     if not rich:
-        print(plain(rows))
+        say(*plain(rows).split("\n"))
         return
     right, drawn = _of_numbers(rows), RichTable(box=box.SIMPLE_HEAD)
     for name in rows[0]:
-        drawn.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
+        drawn.add_column(Text(printable(name)), justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*map(Text, row.values()))
+        drawn.add_row(*(Text(printable(cell)) for cell in row.values()))
     Console(highlight=False).print(drawn)
 
 
 def markdown(rows: Table) -> str:
     """The table in GitHub's Markdown, ended by a line break; empty without rows."""
-    head = [[*rows[0]], ["---"] * len(rows[0])] if rows else []
-    cells = [[literal(cell).replace("\n", " ") for cell in row.values()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (*head, *cells))
+    head = [map(literal, rows[0]), ["---"] * len(rows[0])] if rows else []
+    cells = [map(literal, row.values()) for row in rows]
+    return Rendered("".join(f"| {' | '.join(line)} |\n" for line in (*head, *cells)))
 
 
-def literal(text: str) -> str:
-    """Text that Markdown shows as it is: names such as ``_foreach_mul_`` hold its marks."""
-    return re.sub(r"([\\`*_<>\[\]|~$#])", r"\\\1", text)
+class Rendered(str):
+    """Text that is Markdown already: a template takes it as it is."""
+
+
+def literal(text: object) -> Rendered:
+    """Text that Markdown shows as it is, in one line: names such as ``_foreach_mul_`` hold its marks."""
+    return Rendered(re.sub(r"([\\`*_<>\[\]|~$#&])", r"\\\1", printable(text)))
+
+
+def code(text: object) -> Rendered:
+    """Text as code in Markdown, between as many backticks as it takes."""
+    line = printable(text)
+    marks, pad = "`" * (1 + max(map(len, re.findall("`+", line)), default=0)), " " * ("`" in line)
+    return Rendered(f"{marks}{pad}{line}{pad}{marks}")
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of values as CSV; None is an empty cell."""
+    """Rows of values as CSV; None is an empty cell. A text that a spreadsheet would compute begins with ``'``."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerows([rows[0].keys(), *(row.values() for row in rows)] if rows else [])
+    lines.writerows([rows[0].keys(), *(map(_csv_cell, row.values()) for row in rows)] if rows else [])
     return text.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    return re.sub(r"^(?=\s*[=+@-])", "'", printable(value)) if isinstance(value, str) else value
 
 
 def html(rows: Table) -> str:

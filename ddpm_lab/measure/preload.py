@@ -4,8 +4,11 @@ import atexit
 import gc
 import os
 
-from ddpm_lab.measure.code_version import loaded
+from ddpm_lab.measure.code_version import PACKAGE, loaded
+from ddpm_lab.measure.process import SAFE_PATH
 
+if os.environ.get(SAFE_PATH) == PACKAGE.name:
+    del os.environ[SAFE_PATH]  # programs that ranks start are the user's
 loaded()  # which folders hold libraries is remembered
 gc.collect()
 gc.freeze()

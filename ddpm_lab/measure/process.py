@@ -41,6 +41,9 @@ SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
 By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
 the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
 
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
+
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -307,6 +310,7 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     """
     main, here = sys.modules["__main__"], sys.path
     spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
+    spin |= {} if SAFE_PATH in os.environ else {SAFE_PATH: PACKAGE.name}
     sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
     os.environ.update(spin)
     try:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddpm_lab.output import printable, say
+
 FILE_VARIABLE = "DDPM_LAB_PROGRESS"  # a file that receives every line, for whoever runs notebooks in batch
 
 
@@ -32,7 +34,7 @@ class Progress:
     def always(self, text: str, *, stays: bool = False) -> None:
         """Show a line now; on a terminal and in a notebook the next one takes its place, unless it ``stays``."""
         self._shown = time.monotonic()
-        line = " ".join(part for part in (self.prefix, self._left(), text) if part)
+        line = printable(" ".join(part for part in (self.prefix, self._left(), text) if part))
         if file := os.environ.get(FILE_VARIABLE):
             with contextlib.suppress(OSError), Path(file).open("a") as stream:
                 stream.write(line + "\n")
@@ -47,10 +49,9 @@ class Progress:
             width = 120
             with contextlib.suppress(OSError):
                 width = os.get_terminal_size(sys.stderr.fileno()).columns
-            shown = f"{shown}\n" if stays else shown[: width - 1]
-            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+            say(shown if stays else shown[: width - 1], error=True, begin="\r\x1b[K", end="\n" * stays)
         else:
-            print(shown, file=sys.stderr, flush=True)
+            say(shown, error=True)
 
     def expect(self, seconds: float | None) -> None:
         """Say in every line from now on how much of these seconds is left; None says nothing."""

@@ -290,7 +290,7 @@ def summary(study: Study) -> list[str]:
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
-        told[-1] = f"{kind}: {first.title} (`{first.recommended}`), speed {first.expected}{judged}."
+        told[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
     rows = [t for t in targets(study, about) if t.status != NO_TARGET]
     text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
     for status in (MISSED, UNKNOWN):
@@ -411,12 +411,10 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     about = subject(study)
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     found, config = advice(study), about.config
     met = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
-    environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    text: str = environment.get_template("bottleneck.md.j2").render(
+    return pages.markdown(
+        "bottleneck.md.j2",
         study=study,
         config=config,
         record=about.profile,
@@ -429,7 +427,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=roofline.sentence(study, about.speed),
-        pictures=pictures,
+        pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
@@ -440,4 +438,3 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         documents=documents(TARGETS.whose),
         busy=machine_state.busy(study).strip(),
     )
-    return f"{text.rstrip()}\n"

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import PREPARED, configuration, expanded, output_folder, read_settings
+from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
@@ -198,8 +200,8 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
     if config.data_sha256 or (config.workload != DDPM and not config.data):
         return config
-    say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
-    how: dict[str, Any] = {"held_out": None, "skip_bad": False, "progress": say}
+    progress = (lambda _: None) if quiet else partial(say, error=True)
+    how: dict[str, Any] = {"held_out": None, "skip_bad": False, "progress": progress}
     folder = resolve(config.data or "synthetic", output / PREPARED, image_size=config.image_size, **how)
     return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
 

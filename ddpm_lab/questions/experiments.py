@@ -24,6 +24,7 @@ from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
+from ddpm_lab.output import say
 from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, Experiment
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.changes import combination as together
@@ -66,7 +67,7 @@ def run(
         usual = {f.name: f.default for f in dataclasses.fields(Settings)}
         idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
         if idle:
-            print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
+            say(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
         shown = study_of(measure(name, output_dir=output_dir, **settings))
     return answer(dataclasses.replace(shown, bands=table))
@@ -155,9 +156,9 @@ def recommendation(
                 measure("batch_size", minutes=None if minutes is None else minutes / 3, **largest)
                 minutes = None if minutes is None else minutes * 2 / 3
             except ConfigError as refused:  # the search is worth more
-                print(f"note: batch_size: {refused}")
+                say(f"note: batch_size: {refused}")
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
-            print("note: what is left of the time is too short for a search")
+            say("note: what is left of the time is too short for a search")
         else:
             recommend(minutes=minutes, **settings)
     if measures:

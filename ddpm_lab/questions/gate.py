@@ -21,10 +21,12 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.table import literal
 from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
+from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
 from ddpm_lab.questions.pair import plan_pair
@@ -90,7 +92,7 @@ def measure(
         if not quiet:
             names = ", ".join(changed[:5]) or "no module"
             names += f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            print(f"{WORKING_TREE} against {against} ({tree.revision}): {names} changed", file=sys.stderr)
+            say(f"{WORKING_TREE} against {against} ({tree.revision}): {names} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         code = candidate_code.with_revision(baseline_code)
         return plan_pair(pair, (against, WORKING_TREE), code=code, output=output, quiet=quiet, **limits).measure()
@@ -213,4 +215,5 @@ def _said(status: str, text: str) -> Outcome:
 
 def summary(answer: Answer, judged: Outcome) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
-    return f"### {judged.sentence}\n\n{answer.finding.claim}\n\nLosses: {first_losses(answer.study).sentence}.\n"
+    texts = [judged.sentence, *answer.finding.claim.split("\n"), f"Losses: {first_losses(answer.study).sentence}."]
+    return "### " + "\n\n".join(map(literal, texts)) + "\n"

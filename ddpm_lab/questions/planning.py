@@ -16,7 +16,7 @@ from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import LOOK, study
-from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
+from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN, Campaign
@@ -33,7 +33,7 @@ from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.search import SEARCH_PLAN
-from ddpm_lab.record import TWIN, Cohort, LedgerError
+from ddpm_lab.record import TWIN, Cohort
 from ddpm_lab.training.setting import (
     OWN_DATA,
     Images,
@@ -225,7 +225,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
     ``settings`` are those of ``Settings``, and of the question itself. Raises ConfigError for what cannot be run on
-    this machine, DataError where there are no images, LedgerError where the output folder cannot be written.
+    this machine, DataError where there are no images.
     """
     asked = Settings.of(**settings)
     asked.check(name)
@@ -305,11 +305,8 @@ def _target(
 
 
 def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
-    """What measuring the lab's own workloads needs to know; raises LedgerError if ``output`` is not writable."""
-    with writing(folder := output / LEDGER.parent, LedgerError):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+    """What measuring the lab's own workloads needs to know; raises ConfigError if ``output`` is not writable."""
+    check_room(output / LEDGER.parent, output / "image_output", ledger=output / LEDGER)
     return Instrument(
         code=code_version(),
         cache=output / "trace_output" / "cache",

@@ -33,7 +33,7 @@ from ddpm_lab.questions import changes
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.changes import GOOD, OPEN
 from ddpm_lab.questions.search import Belief, believe, observations
-from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -344,7 +344,7 @@ def write_settings(study: Study) -> Path | None:
     """Write what the last search in a study recommends as TOML; None without a search, or of the user's own training.
 
     Where nothing was shown to be faster and not worse that is the baseline. The steps are those of a training of STEPS
-    steps of the baseline. Raises LedgerError if the folder cannot be written.
+    steps of the baseline. Raises OSError if the folder cannot be written.
     """
     found = recommendation(study)
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
@@ -361,7 +361,6 @@ def write_settings(study: Study) -> Path | None:
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]
     path = study.output_dir / FILE
-    with files.writing(path, LedgerError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(values))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(values))
     return path

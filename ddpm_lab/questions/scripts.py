@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.measure.worktree import Repository
+from ddpm_lab.output import say
 from ddpm_lab.questions.pair import plan_pair
 from ddpm_lab.questions.planning import Planned, instrument_for
 from ddpm_lab.record import TWIN
@@ -143,7 +143,7 @@ def measure(
             return None
         if not quiet:
             for line in unequal(ran, other, images):
-                print(f"note: {line}", file=sys.stderr)
+                say(f"note: {line}", error=True)
         begun, cores = time.time(), cores_asked((one, two))
         how = {"output": output, "quiet": quiet, "cores": cores, **limits}
         both = dataclasses.replace(
@@ -153,9 +153,9 @@ def measure(
         measured = plan_pair((one, two), names, code=code, **how).measure()
     if not quiet and not tree and (files := written_since(begun, Path.cwd(), output)):
         shown = phrases.joined([str(f) for f in files[:3]])
-        print(
+        say(
             f"note: {shown} were written here meanwhile: if both sides write them, give each its own folder",
-            file=sys.stderr,
+            error=True,
         )
     return measured
 

@@ -11,7 +11,6 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -22,7 +21,7 @@ from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.explain.table import Table, csv_text, literal, markdown
+from ddpm_lab.explain.table import Rendered, Table, csv_text, markdown
 from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.ask import answer
@@ -169,17 +168,17 @@ def _epoch(row: Comparison | None) -> str:
 
 def report(study: Study) -> str:
     """The report as Markdown: the finding, one device beside several for each batch, and what the numbers rest on."""
-    environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     found = answer(study).finding
-    return environment.get_template("benchmark.md.j2").render(
-        headline=literal(found.headline),
-        claim=literal(found.claim.removeprefix(f"{found.headline}. ")),
-        context=literal(phrases.context(study, batch=False)),
+    return pages.markdown(
+        "benchmark.md.j2",
+        headline=found.headline,
+        claim=found.claim.removeprefix(f"{found.headline}. "),
+        context=phrases.context(study, batch=False),
         comparison=markdown(comparison(study)),
         means={on: phrases.times(mean, what="x") for on, mean in means(rows(study)).items()},
         thresholds=RECOMMENDATIONS.table,
         bands=study.bands,
-        figure=DASHBOARD,
+        figure=Rendered(DASHBOARD),
     )
 
 

@@ -25,7 +25,8 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
-from ddpm_lab.files import CHECKOUT, replace
+from ddpm_lab.explain.table import literal
+from ddpm_lab.files import CHECKOUT, check_room, replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
@@ -55,7 +56,7 @@ def rebuild(
             f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
             "commands measured they draw themselves, when given again"
         )
-    print(*(f"note: {line}\n" for line in damaged), sep="", end="")
+    selection.note(damaged)
     studies = [dataclasses.replace(s, bands=table) for s in _studies(records, output, machine, CHECKOUT)]
     return _draw(studies, output / "image_output")
 
@@ -141,12 +142,12 @@ def _readme(output: Path, machines: Mapping[str, Sequence[Study]]) -> str | None
     every = {s.experiment: answer(s) for s in machines[slug]}
     shown = {name: a for name, a in every.items() if a.finding.status != NOT_MEASURED} or every
     first = shown.get(RECOMMENDATION) or next(iter(shown.values()))
-    lines = [f"![{first.finding.headline}]({folder}/{first.file}.png)", ""]
-    lines += [f"{first.study.hardware}, {first.study.date} ([every figure]({folder})):", ""]
+    lines = [f"![{literal(first.finding.headline)}]({folder}/{first.file}.png)", ""]
+    lines += [f"{literal(first.study.hardware)}, {first.study.date} ([every figure]({folder})):", ""]
     lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
     for one in shown.values():
         cells = (one.finding.headline, one.finding.speed, one.finding.quality.removeprefix("quality "))
-        row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+        row = " | ".join(map(literal, cells))
         lines.append(f"| [{one.finding.question}]({folder}/{one.file}.png) | {row} |")
     return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
 
@@ -189,7 +190,7 @@ def _pictures(studies: Sequence[Study], folder: Path) -> dict[Path, bytes]:
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
-    folder.mkdir(parents=True, exist_ok=True)
+    check_room(folder)
     for path, picture in _pictures(studies, folder).items():
         replace(path, picture)
     return [(folder / f"{shown.file}.png", shown.finding) for shown in map(answer, studies)]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,9 +27,10 @@ from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
-from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, expanded, replace, writing
+from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.progress import FILE_VARIABLE
+from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import experiments
@@ -51,7 +51,6 @@ runpy.run_module("papermill", run_name="__main__")
 """
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
-PRINT = partial(print, flush=True)
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
@@ -86,7 +85,7 @@ def report(
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] = PRINT,
+    progress: Callable[[str], None] = say,
     command: str = "ddpm-lab report",
 ) -> ReportResult:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
@@ -100,9 +99,9 @@ def report(
     preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
 
     Raises:
-        ReportError: a notebook or a parameter does not exist, the output folder cannot be written, or ``minutes`` is
-            not above 0, or too few to measure anything.
-        ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
+        ReportError: a notebook or a parameter does not exist, or ``minutes`` is not above 0, or too few to measure.
+        ConfigError: there is no such preset, network or workload, torch cannot use the GPU, or the output folder cannot
+            be written.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     if minutes is not None and not minutes > 0:
@@ -179,10 +178,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
-        with writing(self.folder, ReportError, "output folder"):
-            (self.folder / "notebooks").mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder), tempfile.TemporaryFile(dir=self.folder / "notebooks"):
-                pass
+        check_room(self.folder / "notebooks", self.folder.parent / "image_output")
         beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(load(file)))

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
+from ddpm_lab.output import say
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.run_folder import name_of, trained
 
 LOGS = "slurm-*.out"
@@ -207,19 +207,16 @@ def watched(config: RunConfig) -> Watch:
 def tell(runs: Iterable[Summary]) -> None:
     """In a SLURM job, print the runs as one line of JSON to stderr; ``read_log`` reads it back."""
     if "SLURM_JOB_ID" in os.environ:
-        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
+        say(json.dumps({RUNS: [run.as_json() for run in runs]}), error=True)
 
 
 def read_log(log: Path) -> list[Summary]:
-    """The runs in the log of a job, or one without numbers that notes its last line. Raises ConfigError."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the log {log}: {error.strerror}; give logs of SLURM jobs") from error
+    """The runs in the log of a job, or one without numbers that notes its last line. Raises OSError."""
+    lines = log.read_text(errors="replace").splitlines()
     runs = [run for line in lines for run in _runs(line)]
     if not runs:
         said = [line for line in lines if line.strip() and not line.startswith("srun: ")]  # it hides what has failed
-        last = "".join(c for c in said[-1].strip()[:200] if c.isprintable()) if said else "none"
+        last = said[-1].strip()[:200] if said else "none"
         runs = [Summary(job_id=log.stem.removeprefix("slurm-"), note=f"{NO_SUMMARY}; its last line: {last}")]
     return [dataclasses.replace(r, log=str(log)) for r in runs]
 
@@ -239,18 +236,16 @@ def _runs(line: str) -> list[Summary]:
 def append_new(logs: Sequence[Path], path: Path) -> int:
     """Append the records of jobs that a ledger does not hold yet; how many there were.
 
-    May be called while the jobs run, and again. Raises LedgerError if the ledger cannot be written.
+    May be called while the jobs run, and again. Raises LedgerError, or OSError, if the ledger cannot be written.
     """
-    with writing(path.parent, LedgerError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / ".collecting").open("w")
-    with lock:  # what one process has looked for, another may be adding
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / ".collecting").open("w") as lock:  # what one process has looked for, another may be adding
         fcntl.flock(lock, fcntl.LOCK_EX)
         held = {_text(r) for r in Ledger(path).read()[0]}
         new: dict[str, RunRecord] = {}
         for log in logs:
             records, damaged = Ledger(log.with_suffix("") / LEDGER).read()
-            print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+            say(*damaged, error=True)
             new |= {text: r for r in records if (text := _text(r)) not in held}
         if new:
             Ledger(path).append(new.values())
@@ -332,10 +327,10 @@ def show(
                 expanded(name).write_text(content, newline="")
     if as_json:
         values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
-        print(json.dumps(values, indent=1, allow_nan=False))
+        say(*json.dumps(values, indent=1, allow_nan=False).split("\n"))
     else:
         tables.show(grid(runs))
-        print("", *speed_up_lines(runs), sep="\n")
+        say("", *speed_up_lines(runs))
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------

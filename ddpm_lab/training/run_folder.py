@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.files import NOT_IN_FILES, replace, settings_text, writing
+from ddpm_lab.files import NOT_IN_FILES, check_room, replace, settings_text, writing
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
 SETTINGS, LOG, LOCK = "config.toml", "log.jsonl", ".lock"
@@ -48,9 +48,8 @@ class RunFolder:
         self._log: TextIO | None = None
 
     def __enter__(self) -> RunFolder:
+        check_room(self.checkpoints, self.samples)
         with writing(self.path):
-            for folder in (self.checkpoints, self.samples):
-                folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

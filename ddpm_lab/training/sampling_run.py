@@ -18,7 +18,7 @@ from PIL import Image
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
 from ddpm_lab.declared import Opt, validate
-from ddpm_lab.files import replace, writing
+from ddpm_lab.files import check_room, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
@@ -124,14 +124,13 @@ def _plan(
 def _claim(folder: Path, origin: dict[str, Any]) -> None:
     """Note in the folder where its images come from. Raises ConfigError if it holds others, or cannot be written."""
     path, before = folder / SETTINGS, None
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            if any(folder.glob("*.png")):
-                raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
-            replace(path, json.dumps(origin, indent=1) + "\n")
-        with suppress(ValueError):
-            before = json.loads(path.read_text())
+    check_room(folder)
+    if not path.exists():
+        if any(folder.glob("*.png")):
+            raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+        replace(path, json.dumps(origin, indent=1) + "\n")
+    with suppress(ValueError):
+        before = json.loads(path.read_text())
     if not isinstance(before, dict):
         raise ConfigError(f"{path} is damaged: give another --output-dir")
     if unlike := [f"{name} is {value!r}" for name, value in origin.items() if before.get(name) != value]:
@@ -170,7 +169,8 @@ def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> No
                 progress.expect((missing - made) / rate)
                 progress(f"{done + made:,} of {count:,} images, {rate:.3g} images/s")
     except GroupFailed as failed:
-        where = f"{failed.detail.strip()}\n" if failed.detail else ""
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
-        raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
+        told = RunFailed(f"{failed.reason}{advice}; the images that were made stay")
+        told.add_note(failed.detail.strip())
+        raise told from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")

@@ -1,0 +1,183 @@
+"""What people are told: no foreign text moves a cursor or begins a line, and no output that fails is a traceback."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+from conftest import Call
+from hypothesis import given
+from hypothesis import strategies as st
+from paired_records import paired
+from PIL import Image
+
+import ddpm_lab
+from ddpm_lab.__main__ import main
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import table
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.progress import FILE_VARIABLE, Progress
+from ddpm_lab.output import printable, say
+from ddpm_lab.questions import gate
+from ddpm_lab.questions.ask import answer
+from ddpm_lab.record import RunRecord
+
+FOREIGN = "a\x1b[2J\x07\r\nddpm-lab: all is well\u202e\u2028\x9b1m\udcff\t"
+
+
+@given(st.text())
+def test_what_is_printable_is_one_line_and_nothing_else_changes(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+    assert (printable(text) == text) == text.isprintable()
+
+
+def test_every_line_is_printed_by_one_function() -> None:
+    """What is printed elsewhere could hold anything."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(ddpm_lab.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+    assert [place.partition(":")[0] for place in found] == ["output.py"], found
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """One device beside several, in records whose names are foreign."""
+    study = paired({64: 1.6, 128: 1.05}, {32: 6.45})
+    names = ("label", "family", "data_name")
+    foreign: list[dict[str, Any]] = [{n: f"={getattr(r, n)}{FOREIGN}" for n in names} for r in study.records]
+    records = [replace(r, **texts) for r, texts in zip(study.records, foreign, strict=True)]
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path).append([replace(r, reason=f"{r.reason}{FOREIGN}") if r.reason else r for r in records])
+    return path
+
+
+def same_lines(text: str) -> None:
+    """Assert that no line holds a control character, and none is forged."""
+    assert all(line.isprintable() for line in text.split("\n")), ascii(text)
+    assert not any(line.lstrip("| ").startswith("ddpm-lab: all is well") for line in text.splitlines())
+
+
+def test_a_summary_of_foreign_names_is_lines_of_text(call: Call, ledger: Path, tmp_path: Path) -> None:
+    code, out, err = call("summary", ledger, "--csv", tmp_path / "t.csv", "--markdown", tmp_path / "t.md")
+    assert (code, err) == (0, "")
+    assert "all is well" in out, "the names are shown"
+    for text in (out, (tmp_path / "t.csv").read_text(), (tmp_path / "t.md").read_text()):
+        same_lines(text)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text())))
+    assert rows
+    assert {row["Configuration"][:2] for row in rows} == {"'="}
+
+
+def test_a_record_that_is_read_holds_only_text_and_is_the_same_run(tmp_path: Path) -> None:
+    config = RunConfig(workload="mine:make", options=(("note", FOREIGN),))
+    profile = {"operators": [{FOREIGN: [FOREIGN]}]}
+    record = make.record(config, label=FOREIGN, reason=FOREIGN, data_name=FOREIGN, profile=profile)
+    Ledger(tmp_path / "l.jsonl").append([record])
+    (found,), damaged = Ledger(tmp_path / "l.jsonl").read()
+    assert (damaged, found.run_id, found.config) == ([], record.run_id, record.config)
+    clean = printable(FOREIGN)
+    assert [found.label, found.reason, found.data_name] == [clean] * 3
+    assert found.profile == {"operators": [{clean: [clean]}]}
+
+
+@pytest.mark.parametrize("value", ["=1+1", "+1", "-1", "@x", " =1", "\t=1", "\n=1"])
+def test_no_cell_of_a_csv_is_a_formula(value: str) -> None:
+    text = table.csv_text([{"a": value, "b": -1.5, "c": None}])
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert row["a"].lstrip()[0] not in "=+-@"
+    assert row["a"].lstrip("'") == printable(value)
+    assert (row["b"], row["c"]) == ("-1.5", ""), "numbers stay"
+
+
+def test_messages_about_foreign_names_are_one_line(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for i in range(4):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "images" / f"{i}.png")
+    bad = FOREIGN.replace("\x9b", "") + ".png"
+    (tmp_path / "images" / bad).write_bytes(b"no image")
+    code, out, err = call("prepare", "images", "prepared")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    same_lines(err)
+    code, out, err = call("prepare", "images", "prepared", "--skip-bad")
+    assert (code, out.count("\n")) == (0, 2), err
+    same_lines(out + err)
+    code, out, err = call("summary", f"{FOREIGN}.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_progress_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "lines"))
+    Progress("run").always(f"rank 0: ValueError: {FOREIGN}")
+    for said in (capsys.readouterr().err, (tmp_path / "lines").read_text()):
+        assert said.count("\n") == 1
+        same_lines(said)
+
+
+def test_a_decision_in_markdown_shows_names_as_text() -> None:
+    study = make.study(make.sets({"b*c*<i>\n# x": (replace(RunConfig(), precision="bf16"), 1.6)}))
+    shown = answer(study)
+    text = gate.summary(shown, gate.outcome(shown, 0.03))
+    assert "b\\*c\\*\\<i\\>\\\\n\\# x" in text
+    assert not [line for line in text.splitlines() if line.startswith("# ")]
+
+
+# --- outputs that fail -----------------------------------------------------------------------------------------------
+
+
+def outcome(arguments: list[str], monkeypatch: pytest.MonkeyPatch, **streams: Any) -> int:
+    """The exit code of a command with these outputs, whatever ends it."""
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(str(end.code))
+
+
+@pytest.mark.parametrize("words", ["summary LEDGER", "summary LEDGER --json", "run --help", "--version"])
+def test_a_full_or_closed_output_is_one_sentence(words: str, ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(ledger) if word == "LEDGER" else word for word in words.split()]
+    for place, told in (("/dev/full", "standard output: No space left"), ("", "standard output is closed")):
+        said = io.StringIO()
+        with ExitStack() as opened:
+            full, other = (opened.enter_context(open("/dev/full", "w")) for _ in range(2))  # noqa: PTH123
+            assert outcome(arguments, monkeypatch, stdout=full if place else None, stderr=said) == 2, said.getvalue()
+            assert outcome(["summary", "nowhere.jsonl"], monkeypatch, stdout=sys.__stdout__, stderr=other) == 2
+        assert told in said.getvalue()
+        assert said.getvalue().count("\n") == 1
+
+
+def test_nobody_reads_on(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["summary", str(ledger)], ["run", "--help"], ["summary", "nowhere.jsonl"]):
+        unread, written = os.pipe()
+        os.close(unread)
+        with os.fdopen(written, "w") as stream:
+            assert outcome(words, monkeypatch, stdout=stream, stderr=stream) == 141
+
+
+def test_an_encoding_that_lacks_characters_ends_nothing(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = paired({64: 1.6}, {})
+    Ledger(ledger.with_name("b.jsonl")).append([replace(r, data_name="\u00d7") for r in study.records])
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    words = ["summary", str(ledger.with_name("b.jsonl"))]
+    assert outcome(words, monkeypatch, stdout=stream) == 0
+    say("\u00d7")
+    assert raw.getvalue().endswith(b"\\xd7\n")
+    assert isinstance(study.records[0], RunRecord)
