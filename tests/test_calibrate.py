@@ -33,7 +33,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="planted is"):
             calibrate(planted=planted, output_dir=tmp_path)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
-    with pytest.raises(LedgerError, match="--output-dir"):
+    with pytest.raises(ConfigError, match="--output-dir"):
         calibrate(output_dir=tmp_path / "file")
 
 

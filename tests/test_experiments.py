@@ -92,7 +92,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match="empty"):
         experiments.run("amp", data=str(empty), output_dir=out)
     (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerError, match="choose another --output-dir"):
+    with pytest.raises(ConfigError, match="choose another --output-dir"):
         experiments.run("amp", preset="smoke", output_dir=tmp_path / "file")
     with pytest.raises(LedgerError, match="there is no ledger"):
         experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
