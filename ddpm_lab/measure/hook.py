@@ -93,6 +93,7 @@ class Turns:
 
     def _obey(self) -> None:
         """Sleep until there are steps to make."""
+        sys.stdout.flush()  # for this process may be killed in its sleep
         while True:
             line = self.lines.readline()
             if not line:  # whoever measured is gone
