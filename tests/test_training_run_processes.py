@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -137,10 +136,14 @@ def test_a_signal_while_ranks_build_ends_at_once(data: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint(data: Path, tmp_path: Path) -> None:
-    finished(command(data, tmp_path, 5))
-    before = (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes()
-    shell = shutil.which("bash") or "/bin/bash"
-    limited = [shell, "-c", 'ulimit -f 200; exec "$@"', "-", *command(data, tmp_path, 10)]
-    assert "step-00000010.pt: File too large" in finished(limited, code=1).splitlines()[-1]
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
-    assert (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes() == before
+    folder = tmp_path / "checkpoints"
+    with started(command(data, tmp_path, 100_000, "--save-every", "500")) as process:
+        wait_for(lambda: folder.is_dir() and any(folder.glob("step-*.pt")))
+        for rank in psutil.Process(process.pid).children(recursive=True):  # who write checkpoints
+            rank.rlimit(psutil.RLIMIT_FSIZE, (200 * 1024, 200 * 1024))
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 1, err
+    assert "step-00001000.pt: File too large" in err.splitlines()[-1]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(before) == ["step-00000500.pt"]
