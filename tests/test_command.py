@@ -107,7 +107,8 @@ def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, opti
     other = "second = torch.optim.SGD(net.parameters(), 0.1)"
     group = start(before=other, after="for _ in range(2):\n    second.step()", optimizer=optimizer)
     window(group, 0, 4)
-    assert group.witness()[0]["optimizer"] == first
+    seen = group.witness()[0]
+    assert (seen["optimizer"], seen["several_optimizers"]) == (first, True)
     assert list(steps_made(tmp_path).values()) == ([4] if first == "AdamW" else [3])
 
 

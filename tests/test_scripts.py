@@ -28,7 +28,14 @@ while True:
 """
 SEEN: dict[str, Any] = {
     **{"device": "cpu", "world_size": 1, "threads": 2, "parameters": 72, "weights": ["float32"], "gradients": []},
-    **{"autocast": [], "compiled": False, "optimizer": "SGD", "python": "3.12.1", "cuda": None},
+    **{
+        "autocast": [],
+        "compiled": False,
+        "optimizer": "SGD",
+        "several_optimizers": False,
+        "python": "3.12.1",
+        "cuda": None,
+    },
     "versions": {"torch": "2.11.0", "numpy": "2.0"},
 }
 

@@ -146,7 +146,7 @@ class Turns:
             "autocast": sorted(self.autocast),
             "compiled": bool(counters and counters["frames"]["ok"]),
             "optimizer": type(self.taken).__name__,
-            "optimizers": "several" if self.calls > self.steps else "one",
+            "several_optimizers": self.calls > self.steps,
             "world_size": self._place()[1],
             "threads": torch.get_num_threads(),
             "python": ".".join(map(str, sys.version_info[:3])),

@@ -211,7 +211,10 @@ def ran_as(seen: Mapping[str, Any]) -> str:
         f"{phrases.plural(seen['world_size'], 'rank')} on {seen['device']}",
         phrases.plural(seen["threads"], "thread"),
     ]
-    said += [f"{seen['parameters']:,} parameters in {formats}", seen["optimizer"]]
+    said += [
+        f"{seen['parameters']:,} parameters in {formats}",
+        seen["optimizer"] + ", one of several optimizers" * seen["several_optimizers"],
+    ]
     said += ["compiled"] if seen["compiled"] else []
     return ", ".join([*said, f"torch {seen['versions'].get('torch', '?')}", f"Python {seen['python']}"])
 
