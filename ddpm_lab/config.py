@@ -53,8 +53,8 @@ OWN_CHOICES: dict[str, Any] = {
 TRAINING = "ddpm_lab.training.training:training"
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
 COMMAND = "ddpm_lab.measure.command:command"
-"""The workload of a command line, which its option ``command`` holds; ``as_is`` leaves its environment alone, and
-``optimizer`` names the class whose steps are counted."""
+"""Stands for a command line, the option ``command``, and names no function. ``as_is`` leaves its environment alone,
+``optimizer`` is the class whose steps are counted."""
 
 
 def digest(value: object) -> str:

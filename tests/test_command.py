@@ -79,8 +79,10 @@ def test_a_script_makes_the_steps_that_it_is_told_and_no_more(start: Start, tmp_
     assert len(ends) == 3
     assert ends == sorted(ends)
     assert report["end"] - report["start"] >= ends[-1]
-    window(group, 0, 4)
+    second = window(group, 0, 4)
     assert list(steps_made(tmp_path).values()) == [9]
+    assert len(second["step_ends"]) == 4
+    assert second["start"] > report["end"]
     summary = group.finish()[0]
     assert summary["peak_rss_bytes"] > 10_000_000
     assert summary["threads"] == 1
@@ -110,6 +112,18 @@ def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, opti
     seen = group.witness()[0]
     assert (seen["optimizer"], seen["several_optimizers"]) == (first, True)
     assert list(steps_made(tmp_path).values()) == ([4] if first == "AdamW" else [3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"as_is": True}])
+def test_threads_and_memory_are_set_unless_as_is(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    group = start(before="print(os.environ.get('MALLOC_MMAP_MAX_'))", **options)
+    assert group.witness()[0]["threads"] == (2 if options else 1)
+    assert (tmp_path / "log").read_text().split() == ["None" if options else "0"]
 
 
 @pytest.mark.slow
