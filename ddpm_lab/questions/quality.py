@@ -390,17 +390,14 @@ def samples_figure(study: Study) -> Figure | None:
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
     family, found = _family(study), []
-    drew = [r for row in family[:1] for r in trained.trials_of(family, row) if trained.drawn(r)]
-    how = {k: v for k, v in trained.drawn(drew[0]).items() if k != "png"} if drew else {}
-    for row in family if drew else ():
-        verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
-        for record in trained.trials_of(family, row):
-            # Equal numbers, seed and sampler, and so equal noise.
-            if {k: v for k, v in trained.drawn(record).items() if k != "png"} == how:
-                fid = trained.fid_of([record])
-                words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
-                words += [f"FID {trained.fid_words(fid)}"] if fid else []
-                found.append((f"{row.label}: {', '.join(words)}", record))
+    drew = [(row, r) for row in family for r in trained.trials_of(family, row) if trained.drawn(r)]
+    for row, record in drew if drew and drew[0][0].role == "baseline" else ():
+        mine, theirs = trained.drawn(record), trained.drawn(drew[0][1])
+        if {**mine, "png": ""} == {**theirs, "png": ""}:  # equal numbers, seed and sampler, and so equal noise
+            fid, verdict = trained.fid_of([record]), row.equivalence.verdict if row.role != "baseline" else row.role
+            words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
+            words += [f"FID {trained.fid_words(fid)}"] if fid else []
+            found.append((f"{row.label}: {', '.join(words)}", record))
     return found
 
 
