@@ -78,6 +78,8 @@ def test_levers_and_other_networks_are_shown_apart() -> None:
     own = [row for row in shown if row["Configuration"] == f"{OURS} (baseline)"]
     assert sorted(row["Family"] for row in own) == families
     assert {row["Peak memory"] for row in own} == {"512 MiB"}
+    alone = answer(study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
+    assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
 
 
 def test_others_that_cannot_run_here_are_named_with_the_reason() -> None:
