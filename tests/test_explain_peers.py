@@ -60,6 +60,8 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     own = [row for row in answer(both).table() if row["Configuration"] == f"{OURS} (baseline)"]
     assert sorted(row["Family"] for row in own) == families
     assert len(answer(both).figure().axes) == len(families)
+    alone = answer(study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
+    assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
 
 
 def test_others_that_cannot_run_here_are_named_with_the_reason() -> None:

@@ -234,7 +234,8 @@ def _finding(study: Study) -> Finding:
         if peaks and all(r.family.startswith(LIMITS) for r in comparisons(study)):
             headline = f"Peaks of this machine: {peaks}"
             return replace(plain(study, headline, ANSWERED, *machine_state.warnings(study)), verdict="measured")
-        return compared(study, keep=lambda r: _is_rival(r.family))
+        asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
+        return compared(study, keep=lambda r: _is_rival(r.family) is asked)
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
