@@ -219,8 +219,10 @@ def answer(study: Study) -> Answer:
     worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
     parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
+    levers = speeds(study, replace(found, headline="What each setting of the trainer is worth here"), rows=rows)
+    drawn = levers.figure if any(r.sets for r in rows) else None
     views = (
-        View(caption=worth, table=lambda: speed_table(study, rows)),
+        View(caption=worth, name="levers", figure=drawn, table=lambda: speed_table(study, rows)),
         View(caption=parts, table=lambda: limits.table(study, base)),
         *trained_views(study),
     )

@@ -1,4 +1,4 @@
-"""What configurations learned in trials: losses over images, what they draw, FIDs and gradient checks."""
+"""What configurations learned in trials: losses over images, what they draw, and FIDs."""
 
 from __future__ import annotations
 
