@@ -214,19 +214,22 @@ def _limits(ours: RunConfig, name: str) -> Family:
 
 def answer(study: Study) -> Answer:
     """Compare this trainer with others, lever by lever, and with the limits of the machine."""
-    found, base = _finding(study), this_trainer(study)
-    shown = speeds(study, found, rows=other_trainers(study) or None)
-    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
-    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
+    found, base, others = _finding(study), this_trainer(study), other_trainers(study)
+    rivals = replace(study, records=tuple(r for r in study.records if _is_rival(r.family))) if others else study
+    put_back = replace(study, records=tuple(r for r in study.records if r.family.endswith(LEVERS)))
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
-    levers = speeds(study, replace(found, headline="What each setting of the trainer is worth here"), rows=rows)
+    title = "What each setting of the trainer is worth here"
+    levers = speeds(put_back, replace(found, headline=title), rows=rows)
+    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
+    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
     views = (
         View(caption=worth, name="levers", figure=drawn, table=lambda: speed_table(study, rows)),
         View(caption=parts, table=lambda: limits.table(study, base)),
         *trained_views(study),
     )
-    return replace(shown, table=lambda: table(study), views=views)
+    shown = speeds(rivals, found, rows=others or None, views=views)
+    return replace(shown, study=study, table=lambda: table(study))
 
 
 def _finding(study: Study) -> Finding:
