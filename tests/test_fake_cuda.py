@@ -40,7 +40,7 @@ class Fake:
         """Standard output of a Python that ends with ``code``."""
         environment = os.environ | {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in gpus.items()}
         environment |= {"DDPM_LAB_MEASURING_LOCK": "", "PYTHONPATH": str(HERE.parent)}
-        command = [self.run, sys.executable, *map(str, words)]
+        command = [str(self.run), sys.executable, *map(str, words)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
