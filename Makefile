@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev peers fid trackers report gpu lab test test-slow lint lock clean
+.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda lint lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -10,13 +10,13 @@ export DATA PRESET MINUTES
 help: ## show this list
 	@echo 'usage: make TARGET'
 	@echo
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/\1\t\2/p' Makefile | awk -F '\t' '{ printf "  %-10s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/\1\t\2/p' Makefile | awk -F '\t' '{ printf "  %-14s %s\n", $$1, $$2 }'
 	@echo
 	@echo 'settings, all optional:'
 	@echo '  DATA=PATH       report: a folder of images or a prepared data set (default: synthetic images)'
 	@echo '  PRESET=NAME     report: smoke, quick (default) or full'
 	@echo '  MINUTES=N       report: time budget for all notebooks together'
-	@echo '  ARGS="..."      report, gpu, lab, test, test-slow: further arguments for the command'
+	@echo '  ARGS="..."      report, gpu, lab and tests: further arguments for the command'
 	@echo '  PYTHON=PATH     the Python (3.11 to 3.13) to set up with'
 	@echo '  TORCH=WHICH     setup: installed (the torch of that Python), cu126, cpu, or locked'
 
@@ -43,11 +43,14 @@ lab: setup ## open JupyterLab in the notebooks folder
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
 
 test: dev ## run the fast tests, three at a time, for some of them wait (ARGS='-n 0': one by one)
-	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu' $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu and not fake_cuda' $(ARGS)
 
 test-slow: dev ## run the other tests (those that need a GPU skip themselves without one)
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
 	@.venv/bin/python -m pytest -m alone $(ARGS)
+
+test-fake-cuda: dev ## run what only a GPU's host code does, on a CUDA without a GPU: no value is right or wrong there
+	@.venv/bin/python -m pytest -n 2 --dist worksteal -m fake_cuda tests/test_fake_cuda.py $(ARGS)
 
 lint: dev ## check style and types
 	.venv/bin/ruff check

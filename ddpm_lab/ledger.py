@@ -19,6 +19,8 @@ from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunR
 
 PUBLISHED = Path("trace_output", "published")
 """The records that come with the checkout, or are published into another output folder: a file for each machine."""
+FAKE_DRIVER = "fake"
+"""The driver of ``tests/fake_cuda``, which no GPU stands behind: nothing computes, so nothing is measured."""
 T = TypeVar("T")
 
 
@@ -59,8 +61,11 @@ class Ledger:
     def append(self, records: Iterable[RunRecord]) -> None:
         """Append records together: all their lines in one locked write, flushed to disk.
 
-        Raises LedgerError if the file cannot be written.
+        Raises LedgerError if the file cannot be written, or a record is of a fake GPU.
         """
+        records = list(records)
+        for record in records:
+            _refuse_fake(record.machine)
         lines = "".join(json.dumps(r.as_dict(), separators=(",", ":")) + "\n" for r in records).encode()
         with writing(self.path, LedgerError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,8 +140,14 @@ def _head(path: Path, number: int, text: bytes) -> Head:
     check_schema(values["schema"])
     where = values["environment"]
     machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
+    _refuse_fake(machine)
     cohort = (machine.key, values["code_version"], values["config"]["data_sha256"], plan.key)
     return Head(path, number, text, values["experiment"], values["role"], machine, cohort, where["date"])
+
+
+def _refuse_fake(machine: Machine) -> None:
+    if machine.driver == FAKE_DRIVER:
+        raise LedgerError("a record is of the tests' fake CUDA, which computes nothing: measure on a real GPU")
 
 
 @lru_cache(maxsize=512)

@@ -261,12 +261,6 @@ class Question:
         return self.file.lstrip("0123456789_")
 
 
-def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
-    """``config`` with the learning rate of ``baseline`` times the ratio of their batches (Goyal et al. 2017)."""
-    rate = baseline.optimizer.learning_rate * config.global_batch_size / baseline.global_batch_size
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
-
-
 NOT_TRAINED = "not trained"
 """Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
 SEARCH, RECOMMENDATION, START = "search", "recommendation", "baseline"

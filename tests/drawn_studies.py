@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import planted_search
 import records as make
+import scaled_records
 
-from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
+from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import LEVERS, LOST, WEAK
+from ddpm_lab.plan import LEVERS
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -89,20 +90,11 @@ def wordy() -> Study:
 def scaling(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda", *, weak: bool = True) -> Study:
     """Strong scaling, and weak with a family of the same experiment that scales nothing."""
     found = []
-    unit, where = ("GPU", make.GPUS) if device == "cuda" else ("rank", make.CPU)
     for batch in batches:
-        base = RunConfig(device=device, network="seed", global_batch_size=batch)
-        label = f"1 {unit}"
-        values: dict[str, Any] = {"baseline": base, "baseline_label": label, "experiment": "multi_gpu", "seed": batch}
-        shared = {f"{n} {unit}s": (replace(base, world_size=n), n**0.7) for n in ranks}
-        grown = {f"{n} {unit}s": (replace(base, world_size=n, global_batch_size=n * batch), n**0.95) for n in ranks}
-        found += make.sets(shared, family=f"seed, batch {batch}", **values)
-        found += make.sets(grown, family=f"seed, batch {batch} per rank{WEAK}", **values) if weak else []
-    if weak:
-        lost = replace(base, world_size=2)
-        silent = {"no exchange": (replace(lost, exchange=ExchangeConfig(enabled=False)), 9.0)}
-        found += make.sets(silent, baseline=lost, experiment="multi_gpu", family=f"seed, batch {batch}{LOST}")
-    return make.study(make.on(where, found))
+        base = replace(scaled_records.ONE, device=device, global_batch_size=batch)
+        found += scaled_records.strong({n: n**0.7 for n in ranks}, base, seed=batch)
+        found += scaled_records.weak({n: n**0.95 for n in ranks}, base, seed=batch) if weak else []
+    return make.study([*found, *(scaled_records.switched_off(base) if weak else [])])
 
 
 def machine() -> Study:

@@ -28,17 +28,8 @@ def against(**values: Any) -> list[RunRecord]:
     """One takes 4 times as long as this trainer, the tuned one 1.6 times; a third is not installed."""
     candidates = {"slow": (other("a", precision="fp32"), 0.25), "slow, tuned": (other("a"), 1 / 1.6)}
     missing = {"absent": (other("b"), "unsupported", "absent is not installed: make peers")}
-    return make.sets(
-        candidates,
-        baseline=OWN,
-        baseline_label=OURS,
-        family=FAMILY,
-        step_seconds=1.0,
-        failures=missing,
-        primary="slow, tuned",
-        **COMMON,
-        **values,
-    )
+    values |= {"baseline": OWN, "baseline_label": OURS, "step_seconds": 1.0, "primary": "slow, tuned"}
+    return make.sets(candidates, family=FAMILY, failures=missing, **COMMON, **values)
 
 
 def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
@@ -56,16 +47,8 @@ def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9,
     rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
     family = f"{LIMITS}, {single.network}"
     still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
-    found = make.sets(
-        rows,
-        baseline=single,
-        baseline_label="product, fp32",
-        family=family,
-        step_seconds=seconds,
-        primary="",
-        **still,
-        **COMMON,
-    )
+    still |= {"baseline": single, "baseline_label": "product, fp32", "step_seconds": seconds, "primary": ""}
+    found = make.sets(rows, family=family, **still, **COMMON)
     counted = {
         "convolution": {"flop": work, "elements": 10e6},
         "normalisation": {"flop": 0.0, "elements": 20e6},

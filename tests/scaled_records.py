@@ -17,34 +17,31 @@ ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
 
 
 def strong(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
-    """Sets of one and of n GPUs that share a batch; the planted ratio of each n."""
-    shared = {f"{n} GPUs": (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
+    """Sets of one and of n GPUs, or CPU ranks, that share a batch; the planted ratio of each n."""
+    shared = {n: (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
     return _sets(shared, base, f"seed, batch {base.global_batch_size}", **values)
 
 
 def weak(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
-    """The same with a batch for each GPU; the planted ratio is that of the throughputs."""
-    grown = {
-        f"{n} GPUs": (replace(base, world_size=n, global_batch_size=n * base.global_batch_size), ratio)
-        for n, ratio in ratios.items()
-    }
-    return _sets(grown, base, f"seed, batch {base.global_batch_size} per rank{WEAK}", **values)
+    """The same with a batch for each; the planted ratio is that of the throughputs."""
+    batch = base.global_batch_size
+    grown = {n: (replace(base, world_size=n, global_batch_size=n * batch), ratio) for n, ratio in ratios.items()}
+    return _sets(grown, base, f"seed, batch {batch} per rank{WEAK}", primary="", **values)
 
 
-def switched_off() -> list[RunRecord]:
+def switched_off(base: RunConfig = ONE) -> list[RunRecord]:
     """A part of the lost scaling: no scaling, and with a ratio that would lead every list."""
-    two = replace(ONE, world_size=2)
+    two = replace(base, world_size=2)
     off = {"no exchange": (replace(two, exchange=ExchangeConfig(enabled=False)), 50.0)}
-    return _sets(off, two, f"seed, batch 64{LOST}")
+    values: dict[str, Any] = {"experiment": "multi_gpu", "family": f"seed, batch {base.global_batch_size}{LOST}"}
+    return on(GPUS if base.device == "cuda" else CPU, sets(off, baseline=two, **values))
 
 
-def _sets(
-    candidates: dict[str, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any
-) -> list[RunRecord]:
-    label = f"{base.world_size} GPU{'s' if base.world_size > 1 else ''}"
-    primary = "" if WEAK in family else list(candidates)[-1]
-    values = {"baseline_label": label, "experiment": "multi_gpu", "family": family, "primary": primary, **values}
-    return on(GPUS, sets(candidates, baseline=base, **values))
+def _sets(of: dict[int, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any) -> list[RunRecord]:
+    unit, machine = ("GPU", GPUS) if base.device == "cuda" else ("rank", CPU)
+    candidates = {f"{n} {unit}s": row for n, row in of.items()}
+    common = {"baseline_label": f"1 {unit}", "experiment": "multi_gpu", "primary": list(candidates)[-1], **values}
+    return on(machine, sets(candidates, baseline=base, family=family, **common))
 
 
 def all_reduces(

@@ -18,7 +18,6 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
-from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import INCONCLUSIVE
@@ -27,68 +26,53 @@ from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Experiment, Plan
-from ddpm_lab.questions import ask as questions
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.claims import CONFIRMED, FAULTS, REFUTED, UNTESTABLE, Judged, Reading, claims, judged, readings
 from ddpm_lab.record import Machine, RunRecord
 
 HERE = setup()
-ON_GPU = {"loss_read", "unsynchronised", "phases_waited_for", "hidden_devices"}
 
 
 def ways(experiment: Experiment) -> set[str]:
     return {way for check in experiment.checks for way in check.config.option("ways", "").split()}
 
 
-def test_wrong_ways_are_repeated_beside_sets_of_the_same_settings() -> None:
+def test_wrong_ways_are_repeated_beside_sets_of_the_same_settings_as_the_machine_can_show() -> None:
     experiment = claims(HERE)
     (family,) = experiment.families
     assert [label for label, _ in family.candidates] == ["bf16", "compiled", "batch 32", "2 ranks"]
     assert len({c.config.run_id for c in experiment.checks}) == len(experiment.checks) == 6 * 3, "each has a record"
     assert {c.label for c in experiment.checks} <= {"fp32", *(label for label, _ in family.candidates)}
     assert {c.config.workload for c in experiment.checks} == {WORKLOAD}
-    assert len(claims(HERE, repeats=2).checks) == 2 * 3
     smoke = claims(replace(HERE, preset="smoke"))
     assert all(config.compile == "off" for config in smoke.configurations), "compiling takes most of a minute"
-
-
-def test_each_machine_runs_the_ways_that_it_can_show() -> None:
-    cpu, gpu = ways(claims(HERE)), ways(claims(replace(HERE, device="cuda", gpus=1)))
-    assert cpu - gpu == {"one_thread"}
-    assert gpu - cpu == ON_GPU
+    cpu, gpu = ways(experiment), ways(claims(replace(HERE, device="cuda", gpus=1)))
+    assert cpu ^ gpu == {"one_thread", "loss_read", "unsynchronised", "phases_waited_for", "hidden_devices"}
     alone = claims(replace(HERE, usable_cores=1))
     assert "one_thread" not in ways(alone), "no core is left idle"
     assert alone.left_out == (("tiny, batch 8", "2 ranks", "each rank needs a device of its own"),)
-    with pytest.raises(ConfigError, match="repeats"):
-        ask("claims", HERE, repeats=0)
-    with pytest.raises(ConfigError, match="seeds"):
-        questions.ask("claims", HERE, seeds=3)
+    for wrong in ({"repeats": 0}, {"seeds": 3}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            ask("claims", HERE, **wrong)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
-    """One real repeat of every wrong way, by label."""
-    folder: Path = tmp_path_factory.mktemp("wrong")
+def ran(label: str, folder: Path) -> dict[str, Any]:
+    """What one real repeat of the wrong ways of a configuration answered."""
     data = resolve("synthetic", folder / "prepared", image_size=32)
     cores = hardware.usable_cores()
     instrument = Instrument(code=code_version(), cache=folder / "cache", usable_cores=cores, data_name="synthetic")
-    found = {}
-    for check in claims(replace(HERE, preset="smoke", usable_cores=cores)).checks:
-        config = replace(check.config, data=str(data), data_sha256=read_manifest(data).content_hash)
-        member, told = Member("wrong", check.label, config), {"experiment": "claims", "family": check.family}
-        found[check.label] = measure_alone(instrument, plan=Plan(), member=member, work=run_wrong_ways, **told)
-    return found
-
-
-def seen(record: RunRecord) -> dict[str, Any]:
-    assert record.status == "ok", record.reason
-    assert record.windows == (), "none of it supplies a speed"
-    return dict((record.profile or {})["wrong_ways"])
+    (check,) = (c for c in claims(replace(HERE, preset="smoke", usable_cores=cores)).checks if c.label == label)
+    config = replace(check.config, data=str(data), data_sha256=read_manifest(data).content_hash)
+    member, told = Member("wrong", check.label, config), {"experiment": "claims", "family": check.family}
+    found = measure_alone(instrument, plan=Plan(), member=member, work=run_wrong_ways, **told)
+    assert found.status == "ok", found.reason
+    assert found.windows == (), "none of it supplies a speed"
+    return dict((found.profile or {})["wrong_ways"])
 
 
 @pytest.mark.slow
-def test_every_wrong_way_runs_and_is_wrong(ran: dict[str, RunRecord]) -> None:
-    answers = seen(ran["fp32"])
+def test_every_wrong_way_runs_and_is_wrong(tmp_path: Path) -> None:
+    answers = ran("fp32", tmp_path)
     profiled, phases = answers["profiled"], answers["phases"]
     assert profiled["seconds"] > profiled["loop_seconds"] > 0
     assert profiled["inclusive_seconds"] > 1.5 * profiled["exclusive_seconds"], "nested events are counted again"
@@ -99,7 +83,7 @@ def test_every_wrong_way_runs_and_is_wrong(ran: dict[str, RunRecord]) -> None:
     refused = answers["labelled_two"]
     assert "the label says world_size 2, rank 0 ran with 1" in refused
     assert any("these ran: [0]" in line for line in refused)
-    small, large = answers["bars"], seen(ran["batch 32"])["bars"]
+    small, large = answers["bars"], ran("batch 32", tmp_path)["bars"]
     assert (small["steps"], small["images"], large["steps"], large["images"]) == (6, 48, 1, 32)
     if "one_thread" in answers:
         alone = answers["one_thread"]
@@ -109,9 +93,6 @@ def test_every_wrong_way_runs_and_is_wrong(ran: dict[str, RunRecord]) -> None:
 
 
 # --- verdicts, from planted records whose numbers are known ---
-
-ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])
-CUDA = RunConfig(device="cuda", global_batch_size=128)
 
 
 def read(key: str, records: Sequence[RunRecord]) -> Reading:
@@ -190,19 +171,21 @@ def test_percentiles_do_not_narrow_as_the_interval_of_the_mean_does() -> None:
     assert many.ratio.value > 1.5 * few.ratio.value > 15
 
 
-def test_few_records_give_fewer_numbers() -> None:
+def test_few_records_give_fewer_numbers_and_those_of_another_baseline_none() -> None:
     once = [*claimed.sets(), *claimed.wrong(repeats=1, **WAYS)]
     assert not read("profiler", once).ratio.exists
     assert "single" not in readings(claimed.study(once)), "one run differs from nothing"
     other = [replace(r, baseline_id="another") for r in claimed.wrong(repeats=9, profiled=profiled(6.0))]
-    assert read("profiler", [*other, *claimed.sets(), *claimed.wrong(**WAYS)]).ratio.value == pytest.approx(
-        10, rel=0.01
-    )
+    both = read("profiler", [*other, *claimed.sets(), *claimed.wrong(**WAYS)])
+    assert both.ratio.value == pytest.approx(10, rel=0.01)
     assert not readings(of := claimed.study(claimed.sets()))
-    assert png(answer(of).figure())
+    assert answer(of).figure().axes
 
 
-# Verdicts
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])
+CUDA = RunConfig(device="cuda", global_batch_size=128)
 
 
 def verdict_on(study: Study, key: str, text: str = "") -> Judged:
@@ -253,23 +236,31 @@ def test_a_gpu_decides_about_mixed_precision(ratio: float, held: str, faster: st
     assert (verdict(of, "S002-4"), verdict(of, "S004-1")) == (held, faster)
 
 
-def test_eight_gpus_decide_about_eight_gpus() -> None:
-    for ratio, expected in ((6.45, CONFIRMED), (4.0, REFUTED), (7.9, REFUTED)):
-        records = sets("multi_gpu", {"8 GPUs": (replace(CUDA, world_size=8), ratio)}, baseline=CUDA)
-        assert verdict(on(make.GPUS, *records), "S000-1") == expected
-    assert (verdict(on(ONE_GPU), "S000-1"), verdict(on(make.GPUS), "S000-1")) == (UNTESTABLE, NOT_MEASURED)
+ABOUT: dict[str, tuple[str, RunConfig, str]] = {
+    "S000-1": ("multi_gpu", CUDA, "world_size"),
+    "S002-3": ("batch_size", replace(CUDA, global_batch_size=8), "global_batch_size"),
+    "S004-3": ("workers", replace(CUDA, loader="files"), "loader_workers"),
+}
 
 
-def test_each_batch_size_and_each_number_of_workers_counts() -> None:
-    base, files = replace(CUDA, global_batch_size=8), replace(CUDA, loader="files")
-    for last, expected in ((2.8, CONFIRMED), (4.0, REFUTED)):
-        ratios = {16: 1.2, 32: 2.0, 64: last}
-        larger = {f"batch {n}": (replace(base, global_batch_size=n), ratio) for n, ratio in ratios.items()}
-        assert verdict(on(ONE_GPU, *sets("batch_size", larger, baseline=base)), "S002-3") == expected
-    for eight, expected in ((1.1, CONFIRMED), (1.5, REFUTED)):
-        ratios = {4: 1.2, 8: eight}
-        more = {f"{n} workers": (replace(files, loader_workers=n), ratio) for n, ratio in ratios.items()}
-        assert verdict(on(ONE_GPU, *sets("workers", more, baseline=files)), "S004-3") == expected
+@pytest.mark.parametrize(
+    ("key", "ratios", "expected"),
+    [
+        ("S000-1", {8: 6.45}, CONFIRMED),
+        ("S000-1", {8: 4.0}, REFUTED),
+        ("S000-1", {8: 7.9}, REFUTED),
+        ("S000-1", {2: 1.5}, NOT_MEASURED),
+        ("S002-3", {16: 1.2, 32: 2.0, 64: 2.8}, CONFIRMED),
+        ("S002-3", {16: 1.2, 32: 2.0, 64: 4.0}, REFUTED),
+        ("S004-3", {4: 1.2, 8: 1.1}, CONFIRMED),
+        ("S004-3", {4: 1.2, 8: 1.5}, REFUTED),
+    ],
+)
+def test_gpus_decide_about_each_value_of_a_setting(key: str, ratios: dict[int, float], expected: str) -> None:
+    question, base, name = ABOUT[key]
+    rows = {f"{name} {n}": (replace(base, **{name: n}), ratio) for n, ratio in ratios.items()}  # type: ignore[arg-type]
+    assert verdict(on(make.GPUS, *sets(question, rows, baseline=base)), key) == expected
+    assert verdict(on(make.CPU), key) == UNTESTABLE
 
 
 def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
@@ -277,8 +268,7 @@ def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
         config = replace(baseline, compile="whole")
         quick, slow = (sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8))
         found = verdict_on(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
-        assert found.verdict == REFUTED
-        assert "pays off after" in found.why
+        assert (found.verdict, "pays off after" in found.why) == (REFUTED, True)
         assert verdict(on(machine, *quick), "S004-4", "unsuitable") == NOT_MEASURED, "without its cost"
         told = verdict(on(machine, *slow, cold(config, baseline)), "S004-4", "unsuitable")
         assert told == (CONFIRMED if machine is ONE_GPU else UNTESTABLE), "a slow CPU says nothing of a GPU"
@@ -293,17 +283,19 @@ def test_what_a_number_means_is_decided_anywhere() -> None:
     assert verdict(of, "S000-2") == NOT_MEASURED
 
 
-def quality(**differences: float) -> Study:
-    """A study with trials of configurations, whose final losses differ from the baseline's by so much."""
+@pytest.mark.parametrize(
+    ("differences", "ranks", "precision", "batches"),
+    [
+        ({"2 ranks": 0.0, "bf16": 0.0, "batch 32": 0.05}, CONFIRMED, CONFIRMED, REFUTED),
+        ({"2 ranks": 0.05, "bf16": 0.0}, REFUTED, REFUTED, NOT_MEASURED),
+    ],
+)
+def test_losses_are_judged_by_trials_over_seeds(
+    differences: dict[str, float], ranks: str, precision: str, batches: str
+) -> None:
+    """Trials whose final losses differ from the baseline's by so much."""
     timed = sets("quality", {name: (CONFIGS[name], 1.1) for name in differences}, baseline=BASE)
     tried = make.trials({n: (CONFIGS[n], d) for n, d in differences.items()}, baseline=BASE)
-    return replace(on(make.CPU, *timed), trials=tuple(tried))
-
-
-def test_losses_are_judged_by_trials_over_seeds() -> None:
-    same = quality(**{"2 ranks": 0.0, "bf16": 0.0, "batch 32": 0.05})
-    assert verdict(same, "S001-2") == verdict(same, "S004-5", "precision") == CONFIRMED
-    assert verdict(same, "S004-5", "larger batches") == REFUTED
-    worse = quality(**{"2 ranks": 0.05, "bf16": 0.0})
-    assert verdict(worse, "S001-2") == verdict(worse, "S004-5", "precision") == REFUTED
-    assert verdict(worse, "S004-5", "larger batches") == verdict(on(make.CPU), "S001-2") == NOT_MEASURED
+    of = replace(on(make.CPU, *timed), trials=tuple(tried))
+    keys = (("S001-2", ""), ("S004-5", "precision"), ("S004-5", "larger batches"))
+    assert tuple(verdict(of, *key) for key in keys) == (ranks, precision, batches)

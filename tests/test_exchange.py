@@ -16,9 +16,8 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
-from ddpm_lab.explain.selection import RECOMMENDATION, Study
+from ddpm_lab.explain.selection import RECOMMENDATION
 from ddpm_lab.plan import Family
-from ddpm_lab.questions import changes
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.exchange import (
     BASELINE,
@@ -30,6 +29,7 @@ from ddpm_lab.questions.exchange import (
     label,
     message_bytes,
 )
+from ddpm_lab.record import RunRecord
 
 BASE = RunConfig(world_size=2)
 ALPHA, BETA = 2e-4, 1e-9
@@ -75,33 +75,30 @@ def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
     (family,) = exchange(setup("smoke")).families
     assert [name for name, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
     alone = exchange(setup(cores=1))
-    assert [f.candidates for f in alone.families] == [()]
-    assert [label for _, label, _ in alone.left_out] == ["2 ranks"]
+    assert ([f.candidates for f in alone.families], [label for _, label, _ in alone.left_out]) == ([()], ["2 ranks"])
     with pytest.raises(ConfigError, match="world_sizes has 1"):
         exchange(setup(), world_sizes=[1, 2])
 
 
-def settings(ratio: float, experiment: str = "exchange") -> Study:
-    """A study in which ranks that exchange nothing are so many times as fast, and those with a bf16 hook 1.1 times."""
+def settings(ratio: float, base: RunConfig = BASE, **values: Any) -> list[RunRecord]:
+    """Ranks that exchange nothing are so many times as fast, and those with a bf16 hook 1.1 times."""
     rows = {
-        NO_EXCHANGE: (dataclasses.replace(BASE, exchange=ExchangeConfig(enabled=False)), ratio),
-        "bf16 hook": (dataclasses.replace(BASE, exchange=ExchangeConfig(hook="bf16")), 1.1),
+        NO_EXCHANGE: (dataclasses.replace(base, exchange=ExchangeConfig(enabled=False)), ratio),
+        "bf16 hook": (dataclasses.replace(base, exchange=ExchangeConfig(hook="bf16")), 1.1),
     }
-    values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
-    return make.study(make.sets(rows, baseline=BASE, family="tiny, batch 32, 2 ranks", **values), experiment)
+    common: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
+    return make.sets(rows, baseline=base, **{**common, "family": "tiny, batch 32, 2 ranks", **values})
 
 
 def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_leads() -> None:
     twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
-    silent = {NO_EXCHANGE: (dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False)), 1.9)}
-    values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": ""}
-    halved = make.sets(silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", **values)
-    found = answer(make.study([*settings(1.25).records, *halved], "exchange")).finding
+    halved = settings(1.9, twice, family="tiny, batch 64, 2 ranks, one exchange in 2", primary="")
+    found = answer(make.study([*settings(1.25), *halved])).finding
     assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
     shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
     assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
-    assert "% shorter" not in answer(settings(1.0)).finding.claim
-    assert [row.label for row in changes.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
+    assert "% shorter" not in answer(make.study(settings(1.0))).finding.claim
+    assert len(answer(make.study(settings(1.9), RECOMMENDATION)).table()) == 1, "no exchange is no advice"
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
@@ -118,18 +115,13 @@ def test_messages_go_over_decades_the_smallest_and_the_largest_first_all_in_the_
             found = sizes(family)
             assert found[:2] == [2**10, 2**26]
             assert len(set(found)) == len(found) >= 6
-            assert found[2:] == sorted(found[2:])
             assert family.at_once == len(family.candidates)
     named = [label(n) for n in (4, 1024, 2**18, 3 * 2**19, 2**26)]
     assert named == ["4 bytes", "1 KiB", "256 KiB", "1.5 MiB", "64 MiB"]
-
-
-def test_each_number_of_ranks_is_a_family_of_its_own() -> None:
-    for gpus, cores, ranks in ((0, 2, [2]), (0, 6, [2, 4, 6]), (8, 64, [2, 4, 8]), (0, 1, [1]), (1, 16, [1])):
+    for gpus, cores, ranks in ((0, 6, [2, 4, 6]), (8, 64, [2, 4, 8]), (0, 1, [1]), (1, 16, [1])):
         experiment = all_reduce(setup(gpus=gpus, cores=cores))
         assert [f.baseline.world_size for f in experiment.families] == ranks
-        assert bool(experiment.left_out) == (ranks == [1])
-        assert bool(experiment.families[0].candidates) == (ranks != [1])
+        assert bool(experiment.left_out) == (ranks == [1]) != bool(experiment.families[0].candidates)
     experiment = all_reduce(setup(cores=8), world_sizes=[3, 1, 5], message_bytes=[4096, 1024, 4096])
     assert [(f.baseline.world_size, sizes(f)) for f in experiment.families] == [(3, [1024, 4096]), (5, [1024, 4096])]
 
@@ -138,7 +130,6 @@ def test_each_number_of_ranks_is_a_family_of_its_own() -> None:
     ("grid", "words"),
     [
         ({"message_bytes": []}, "message_bytes"),
-        ({"message_bytes": [0]}, "at least 4"),
         ({"message_bytes": [1022]}, "message_bytes has 1022"),
         ({"world_sizes": [3]}, "3 CPU ranks need 3 cores"),
         ({"world_sizes": [1]}, "world_sizes has 1"),

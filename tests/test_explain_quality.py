@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,27 +118,28 @@ def test_a_difference_is_told_in_images_too() -> None:
     assert judged(make.trials({"bf16": (BF16, 9.0)})).behind == 1.0
 
 
+def changed(records: list[RunRecord], apart: float = 0.0, **settings: Any) -> list[RunRecord]:
+    """The same trials, with other settings, and losses that are so much higher."""
+    return [
+        replace(r, config=replace(r.config, **settings), quality={**(r.quality or {}), "held_out": looks})
+        for r in records
+        if (looks := [{**look, "loss": look["loss"] + apart} for look in (r.quality or {})["held_out"]])
+    ]
+
+
 def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     """The baselines end at a loss of 0.35; a network without a named loss must only have learned something."""
-    needed, harm = quality.SHOWS_HARM["tiny"], {"bf16": (BF16, 0.5)}
-    assert needed > 0.36
-    short = [
-        replace(r, quality={**(r.quality or {}), "held_out": [{**h, "loss": h["loss"] + 0.05} for h in looks]})
-        for r in make.trials(harm)
-        if (looks := (r.quality or {})["held_out"])
-    ]
-    found = judged(short)
+    trials = make.trials({"bf16": (BF16, 0.5)})
+    found = judged(changed(trials, 0.05))
     assert (found.verdict, found.seeds_needed) == (NOT_ENOUGH, None)
-    assert f"{needed:g}" in found.reason
-    assert judged(make.trials(harm)).verdict == WORSE
-    seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
-    raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
-    assert Trials(raised).verdict(seed, other, "code-1").verdict == WORSE
+    assert f"{quality.SHOWS_HARM['tiny']:g}" in found.reason
+    assert judged(trials).verdict == WORSE
+    seed, narrow = (replace(config, network="seed") for config in (BASE, BF16))
+    assert Trials(changed(trials, 0.05, network="seed")).verdict(seed, narrow, "code-1").verdict == WORSE
     own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
     for gain, expected in ((0.0002, NOT_ENOUGH), (0.001, NOT_WORSE)):  # hardly any of it, and a little
-        trials = make.trials({"bf16": (BF16, 0.0)}, gain=gain, seed_noise=0.0001, pair_noise=1e-6)
-        users = [replace(r, config=replace(r.config, workload=OWN)) for r in trials]
-        assert Trials(users).verdict(own, narrow, "code-1").verdict == expected
+        users = make.trials({"bf16": (BF16, 0.0)}, gain=gain, seed_noise=0.0001, pair_noise=1e-6)
+        assert Trials(changed(users, workload=OWN)).verdict(own, narrow, "code-1").verdict == expected
 
 
 @pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
@@ -156,17 +156,15 @@ def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, An
     assert worse.verdict(base, same, "code-1").verdict == IDENTICAL
 
 
-def elsewhere(records: Sequence[RunRecord], **values: str) -> list[RunRecord]:
+def elsewhere(records: list[RunRecord], **values: str) -> list[RunRecord]:
     """The same trials, published: of another machine, code and images."""
-    machine = replace(make.CPU, cpu="Example CPU 1")
-    moved = make.on(machine, [replace(r, config=replace(r.config, data_sha256="cd" * 32)) for r in records])
+    moved = make.on(replace(make.CPU, cpu="Example CPU 1"), changed(records, data_sha256="cd" * 32))
     return [replace(r, **{"code_version": "older", "data_name": "47,500 images", **values}) for r in moved]  # type: ignore[arg-type]
 
 
 def test_a_published_verdict_serves_every_machine() -> None:
     told = elsewhere(make.trials({"bf16": (BF16, 0.0)}))
     found = Trials([], told).verdict(BASE, BF16, "code-1")
-    assert (found.verdict, found.images, found.seeds, found.published) == (NOT_WORSE, 8_000, 8, "2026-01-03")
     assert quality.sentence(found) == "not worse after 8,000 images (8 seeds; published 2026-01-03)"
     assert found.pairs == (), "they are not this machine's, and are no part of its figures"
     one, kept = (replace(c, threads=1, loader="files", loader_workers=2, freed_memory="kept") for c in (BASE, BF16))
@@ -230,15 +228,12 @@ def test_the_margin_is_the_smaller_of_spread_and_last_gain() -> None:
 
 def test_equal_weights_are_identical_whatever_the_seeds() -> None:
     files = RunConfig(loader="files", loader_workers=1)
-
-    records = make.trials({"files": (files, 0.0)}, seeds=1)
+    records = changed(make.trials({"files": (files, 0.0)}, seeds=1), workload=DDPM)
 
     def with_weights(*weights: str) -> list[RunRecord]:
-        found = []
-        for r, sha in zip(records, weights, strict=True):
-            told = {**(r.quality or {}), "held_out": [], "weights_sha256": sha}
-            found.append(replace(r, quality=told, config=replace(r.config, workload=DDPM)))
-        return found
+        told = [{**(r.quality or {}), "held_out": []} for r in records]
+        found = [{**quality, "weights_sha256": sha} for quality, sha in zip(told, weights, strict=True)]
+        return [replace(r, quality=quality) for r, quality in zip(records, found, strict=True)]
 
     same, other = (judged(with_weights("one", two), files) for two in ("one", "two"))
     assert (same.verdict, same.reason) == (IDENTICAL, "after 250 steps")
@@ -249,20 +244,15 @@ def test_pairs_share_their_held_out_draws_and_more_draws_count() -> None:
     """Other draws of noise have another loss, by far more than what a setting costs; the last record does not win."""
 
     def drawn(records: list[RunRecord], draws: int, apart: float = 0.0) -> list[RunRecord]:
-        found = []
-        for r in records:
-            options = (("images", r.config.option("images", 0)), ("draws", draws))
-            looks = [{**look, "loss": look["loss"] + apart} for look in (r.quality or {})["held_out"]]
-            config, told = replace(r.config, options=options), {**(r.quality or {}), "held_out": looks}
-            found.append(replace(r, config=config, quality=told))
-        return found
+        return changed(records, apart, options=(("images", records[0].config.option("images", 0)), ("draws", draws)))
 
     records = make.trials({"bf16": (BF16, 0.0)})
-    many, few = drawn(records, 512), drawn([r for r in records if r.label == "bf16"], 64, apart=0.3)
+    base, bf16 = ([r for r in records if r.label == label] for label in ("fp32", "bf16"))
+    many, few = drawn(records, 512), drawn(bf16, 64, apart=0.3)
     for order in ([*many, *few], [*few, *many]):
         assert judged(order).verdict == NOT_WORSE
         assert {r.config.option("draws", 0) for pair in judged(order).pairs for r in pair} == {512}
-    assert judged([*drawn([r for r in records if r.label == "fp32"], 512), *few]).verdict == NOT_MEASURED
+    assert judged([*drawn(base, 512), *few]).verdict == NOT_MEASURED
     longer = drawn(make.trials({"bf16": (BF16, 0.05)}, images=16_000), 64)
     assert judged([*many, *longer]).verdict == NOT_WORSE, "more draws before more images"
 

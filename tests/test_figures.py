@@ -120,9 +120,9 @@ def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
         ("machine", {"", "speedup", "batch", "machine"}),
         ("strong and weak, two CPU ranks", {""}),
         ("compiled, costs", {"", "costs"}),
-        ("two families, learned", {"", "quality", "curves"}),
+        ("two families, learned", {"", "curves"}),
         ("quality, with samples", {"", "curves", "samples"}),
-        ("levers, learned", {"", "levers", "quality", "curves"}),
+        ("levers, learned", {"", "levers", "curves"}),
         ("budget, two ranks", {"", "operators"}),
         ("nothing", {""}),
     ],
@@ -231,17 +231,6 @@ def test_phases_lie_end_to_end_and_end_where_the_step_does() -> None:
     assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(found))
 
 
-def test_what_runs_beside_the_phases_is_as_long_as_it_took_and_ends_with_backward() -> None:
-    slowest, _, _ = drawn("budget, two ranks")[""].axes
-    *phases, beside = boxes(slowest)
-    assert names(slowest)[-1] == "communication, beside computing"
-    assert beside[1] - beside[0] == pytest.approx(9.0)
-    assert beside[1] == pytest.approx(phases[names(slowest).index("backward")][1])
-    ax = drawn("budget, a GPU")[""].axes[0]
-    bars = dict(zip(names(ax), ax.patches, strict=True))
-    assert bars["loading, beside computing"].get_facecolor() == bars["waiting for data"].get_facecolor()
-
-
 # --- compiling and the machine ---
 
 
@@ -254,15 +243,14 @@ def test_a_run_is_the_stages_of_its_groups_end_to_end() -> None:
 
 def test_memory_over_the_run_begins_anew_with_each_set() -> None:
     records = make.sets({"2 ranks": (RunConfig(world_size=2), 1.3)}, experiment="multi_gpu", count=2)
-    figure = multi_gpu.over_the_run(make.study(make.with_state(records)))
+    figure = multi_gpu.memory(make.study(make.with_state(records)))
     assert figure is not None
     for line in figure.axes[0].lines:
         np.testing.assert_array_equal(line.get_xdata(), [*range(1, 7), np.nan, *range(7, 13), np.nan])
         np.testing.assert_array_equal(line.get_ydata(), [*6 * [471.0], np.nan, *6 * [471.0], np.nan])
-    assert multi_gpu.over_the_run(make.study(make.with_state(records, rss_bytes=None))) is None
-    axes = drawn("machine")["machine"].axes
-    assert [ax.get_ylabel() for ax in axes] == ["MiB", "MHz", "W"]
-    assert [np.asarray(ax.lines[0].get_ydata())[0] for ax in axes[:2]] == [3 << 10, 1755], "the GPU's, not the host's"
+    assert multi_gpu.memory(make.study(make.with_state(records, rss_bytes=None))) is None
+    (ax,) = drawn("machine")["machine"].axes
+    assert np.asarray(ax.lines[0].get_ydata())[0] == 3 << 10, "the GPU's, not the host's"
 
 
 # --- quality and recommendation ---

@@ -59,24 +59,35 @@ def test_cuda_numbers_gpus_as_nvml_does_unless_the_user_says_otherwise(chosen: s
         assert g.call("variable", 60, name=name) == [chosen or "PCI_BUS_ID"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
-def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
-    synthetic: RunConfig, ranks: int, backend: str
-) -> None:
+def trained_on_a_gpu(synthetic: RunConfig, ranks: int) -> tuple[RunConfig, list[dict[str, Any]], list[str]]:
+    """The configuration, and what its ranks on the first GPU say of themselves and of their weights after training."""
     base = RunConfig(data=synthetic.data, data_sha256=synthetic.data_sha256, workload="ddpm_lab.training.train:ddpm")
     how: dict[str, Any] = {"device": "cuda", "world_size": ranks, "loader": "resident", "oversubscribe": ranks > 1}
     config = dataclasses.replace(base, **how)
     with Group(config, threads=1, modules={}, environment={}) as g:
         g.window(settle=1, steps=3, limit=120, stage="testing")
-        witness = g.witness()
-        hashes = g.call("weights_sha256", 60)
+        witness, hashes = g.witness(), g.call("weights_sha256", 60)
         g.finish()
+    return config, witness, hashes
+
+
+@pytest.mark.gpu
+@pytest.mark.calls
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
+    synthetic: RunConfig, ranks: int, backend: str
+) -> None:
+    config, witness, _ = trained_on_a_gpu(synthetic, ranks)
     assert {w["backend"] for w in witness} == {backend}
     assert {w["device"] for w in witness} == {"cuda:0"}
     assert mismatches(config, witness) == []
-    assert len(set(hashes)) == 1, "the ranks train one network"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_on_a_gpu_train_one_network(synthetic: RunConfig) -> None:
+    assert len(set(trained_on_a_gpu(synthetic, 2)[2])) == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.ledger import Ledger, read_all
+from ddpm_lab.ledger import FAKE_DRIVER, Ledger, read_all
 from ddpm_lab.record import SCHEMA, LedgerError, RunRecord
 
 
@@ -171,3 +171,18 @@ def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
     assert found[: len(records)] == records
     again, _ = read_all([tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
     assert again == records
+
+
+def test_what_a_fake_gpu_says_is_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = dataclasses.replace(make.GPUS, driver=FAKE_DRIVER)
+    real, fake = make.record(RunConfig()), make.record(RunConfig(device="cuda"), environment=make.environment(where))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(LedgerError, match="fake CUDA"):
+        ledger.append([real, fake])
+    assert not ledger.path.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("ddpm_lab.ledger.FAKE_DRIVER", "")
+        ledger.append([real, fake])
+    records, (damaged,) = ledger.read()
+    assert records == [real]
+    assert "fake CUDA" in str(damaged)

@@ -131,6 +131,7 @@ def test_a_step_waits_for_nothing(config: RunConfig) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.calls
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernels", ["aten", "fused"])
 @pytest.mark.parametrize("loader", ["packed", "resident"])

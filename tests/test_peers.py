@@ -24,12 +24,9 @@ INSTALLED: list[Any] = [
     pytest.param(peers.diffusers, "diffusers", id="diffusers"),
 ]
 PARAMETERS = {"denoising_diffusion_pytorch": 9_904_515, "diffusers": 8_952_067}
-COMES: dict[str, Any] = {
-    "channels_last": False,
-    "read_loss": True,
-    "optimizer": OptimizerConfig(adam="loop", ema="loop"),
-}
 TUNED: dict[str, Any] = {"precision": "bf16"}
+COMES: dict[str, Any] = {"channels_last": False, "read_loss": True}
+COMES |= {"optimizer": OptimizerConfig(adam="loop", ema="loop")}
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +39,10 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=32))
 
 
-def context(world_size: int = 1) -> RankContext:
-    return RankContext(rank=0, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
-
-
 def made(make: Make, module: str, config: RunConfig) -> peers.Peer:
     pytest.importorskip(module, reason=f"{module} is not installed: make peers")
-    return make(config, context())
+    device = "cuda:0" if config.device == "cuda" else "cpu"
+    return make(config, RankContext(rank=0, world_size=1, device=device, threads=1, mark=lambda _: None))
 
 
 def losses(peer: peers.Peer, steps: int) -> list[float]:
@@ -58,18 +52,15 @@ def losses(peer: peers.Peer, steps: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
-@pytest.mark.parametrize("settings", [COMES, TUNED], ids=["comes", "tuned"])
-def test_a_step_is_witnessed_as_its_label_says(
-    config: RunConfig, make: Make, module: str, settings: dict[str, Any]
-) -> None:
-    label = dataclasses.replace(config, **settings)
-    peer = made(make, module, label)
-    assert all(0 < loss < 3 for loss in losses(peer, 2))
-    seen = {"rank": 0, "device": "cpu", "steps": 2, **peer.witness()}
-    assert mismatches(label, [seen]) == []
-    other = dataclasses.replace(config, **(TUNED if settings is COMES else COMES))
-    assert len(mismatches(other, [seen])) >= 2
-    assert seen["images"] == 8
+def test_a_step_is_witnessed_as_its_label_says(config: RunConfig, make: Make, module: str) -> None:
+    for settings, others in ((COMES, TUNED), (TUNED, COMES)):
+        label = dataclasses.replace(config, **settings)
+        peer = made(make, module, label)
+        assert all(0 < loss < 3 for loss in losses(peer, 2))
+        seen = {"rank": 0, "device": "cpu", "steps": 2, **peer.witness()}
+        assert mismatches(label, [seen]) == []
+        assert len(mismatches(dataclasses.replace(config, **others), [seen])) >= 2
+        assert seen["images"] == 8
 
 
 @pytest.mark.slow
@@ -87,9 +78,8 @@ def test_averages_in_one_call_and_flash_attention_learn_the_same(config: RunConf
         assert mismatches(label, [seen]) == []
         wrong = dataclasses.replace(label, optimizer=OptimizerConfig(ema="loop" if ema == "foreach" else "foreach"))
         assert [line for line in mismatches(wrong, [seen]) if "ema" in line]
-        if flash:
-            other = dataclasses.replace(label, options=() if options else flash)
-            assert [line for line in mismatches(other, [seen]) if FLASH_ATTENTION in line]
+        other = dataclasses.replace(label, options=() if options else flash)
+        assert bool(flash) == bool([line for line in mismatches(other, [seen]) if FLASH_ATTENTION in line])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
@@ -111,7 +101,6 @@ def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Ma
 def test_on_a_gpu(config: RunConfig, make: Make, module: str) -> None:
     flash = ((FLASH_ATTENTION, True),) if module == "denoising_diffusion_pytorch" else ()
     label = dataclasses.replace(config, device="cuda", precision="fp16", loader="resident", options=flash)
-    pytest.importorskip(module)
-    peer = make(label, RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None))
+    peer = made(make, module, label)
     assert all(0 < loss < 3 for loss in losses(peer, 3))
     assert mismatches(label, [{"rank": 0, "device": "cuda:0", **peer.witness()}]) == []

@@ -17,6 +17,8 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.questions import probe
+from ddpm_lab.questions.planning import plan_question
+from ddpm_lab.training import setting
 from ddpm_lab.training.run_folder import RunFolder
 from ddpm_lab.training.stopping import without_sigterm
 
@@ -195,6 +197,28 @@ def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play)
     for how in ways:
         assert fastest(tmp_path, **how) == (how.get("config", USUAL), "")
     assert not machine.steps
+
+
+def test_a_bottleneck_is_looked_for_in_the_settings_that_train_takes(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (probe, setting):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    how: dict[str, Any] = {"output_dir": tmp_path, "global_batch_size": 8, "cores": 1, "quiet": True}
+    settings: tuple[tuple[dict[str, str], str], ...] = (
+        ({}, "ff"),
+        ({"precision": "bf16"}, "ba"),
+        ({"precision": "fp32", "compile": "whole"}, ""),
+    )
+    for given, names in settings:
+        machine = play(**{**SPEEDS, "ba": 1.2, "bn": 1.9})
+        family = plan_question("bottleneck", **how, **given).experiment.families[0]
+        assert family.baseline.freed_memory == "kept"
+        assert bool(machine.steps) is bool(names)
+        if names:
+            assert probe._name(family.baseline) == NAMES[names]
+        else:
+            assert (family.baseline.precision, family.baseline.compile) == ("fp32", "whole")
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
-from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_WORSE
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial, scaled
+from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
 from ddpm_lab.questions import trained as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
 from ddpm_lab.training.setting import Setup
@@ -75,7 +75,6 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
             assert t.config.option("images", 0) % t.config.global_batch_size == 0, "equal images, or none compare"
         allowed = {"purpose", "seed", "options"}
         allowed |= {"workload", "loader", "loader_workers"} if t.config.workload == TRAINING else set()
-        allowed |= {"optimizer"} if t.label.endswith("scaled learning rate") else set()
         assert set(t.config.differences(t.timed)) <= allowed
 
 
@@ -182,6 +181,9 @@ def test_the_answer_is_the_fastest_that_is_not_worse() -> None:
     few = answer(studied(3)).finding
     assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
     assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
+    shown = answer(studied()).table()
+    assert column(shown, "Configuration") == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
+    assert (column(shown, "Seeds"), shown[2]["Quality"]) == (["8"] * 4, "worse after 8,000 images (8 seeds)")
 
 
 def test_another_baseline_is_not_passed_over_in_silence() -> None:
@@ -191,13 +193,6 @@ def test_another_baseline_is_not_passed_over_in_silence() -> None:
     both = replace(make.study([*earlier, *of.records], "quality"), trials=of.trials)
     assert "tiny, batch 128" in answer(both).finding.claim
     assert "tiny, batch 128" not in answer(of).finding.claim
-
-
-def test_the_table_has_a_row_for_each_configuration() -> None:
-    shown = answer(studied()).table()
-    assert column(shown, "Configuration") == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
-    assert column(shown, "Seeds") == ["8"] * 4
-    assert shown[2]["Quality"] == "worse after 8,000 images (8 seeds)"
 
 
 def checked(study: Study, error: float) -> Study:
@@ -212,19 +207,15 @@ def checked(study: Study, error: float) -> Study:
     return replace(study, records=(*checks, *study.records))
 
 
-@pytest.mark.parametrize("name", ["amp", "peers", "multi_gpu", "quality"])
+@pytest.mark.parametrize("name", ["amp", "peers", "quality"])
 def test_checks_are_no_rows_and_are_told_where_they_fail(name: str) -> None:
     speeds = make.sets(SPEEDS, experiment=name, family="tiny, batch 32, 1 rank")
     plain = replace(make.study(speeds, name), trials=tuple(make.trials(LOSSES)))
-    sound, wrong = checked(plain, 0.0), checked(plain, 0.9)
-    for study in (sound, wrong):
-        assert [r.label for r in comparisons(study)] == [r.label for r in comparisons(plain)]
-        assert answer(study).table() == answer(plain).table()
-        assert answer(study).finding.headline == answer(plain).finding.headline
-        (shown,) = (rows for caption, rows in answer(study).tables() if caption.startswith("Loss and gradient"))
-        assert column(shown, "Configuration") == list(SPEEDS)
-    assert repr(answer(sound).finding) == repr(answer(plain).finding)
-    assert any(note.startswith("Wrong gradient: bf16") for note in answer(wrong).finding.notes)
+    sound, wrong = answer(checked(plain, 0.0)), answer(checked(plain, 0.9))
+    assert sound.table() == wrong.table() == answer(plain).table()
+    assert repr(sound.finding) == repr(answer(plain).finding)
+    assert wrong.finding.headline == sound.finding.headline
+    assert any(note.startswith("Wrong gradient: bf16") for note in wrong.finding.notes)
 
 
 def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
@@ -239,43 +230,24 @@ def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
         assert (row.quality, bool(row.sets)) == ("not measured", True), "its speed stands, without a verdict"
 
 
-# --- families of trials ---
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 B8, B16 = RunConfig(global_batch_size=8), RunConfig(global_batch_size=16)
 
 
-def tried(of: Study) -> list[Comparison]:
-    (rows,) = learned.families(of)
-    return learned.tried(of, rows)
-
-
 def test_trials_with_other_draws_are_no_part_of_a_family() -> None:
-    """Losses of other draws lie elsewhere: the target, and who reaches it, are those of one extent."""
-    # Batches of 16 and 32 that need as many images as the baseline.
+    """Losses of other draws lie elsewhere: the curves are those of one extent."""
     both = {"batch 16": (B16, 1.5), "batch 32": (RunConfig(), 1.6)}
     speeds = make.sets(both, baseline=B8, baseline_label="batch 8", experiment="batch_size")
-    made = make.trials({name: (config, 0.0) for name, (config, _) in both.items()}, baseline=B8, seed_noise=0.0)
+    made = make.trials({name: (config, 0.05) for name, (config, _) in both.items()}, baseline=B8)
     more = [
         replace(r, config=replace(r.config, options=(("images", 8_000), ("draws", 512))))
         for r in made
         if r.label != "batch 16"
     ]
     mixed = replace(make.study(speeds), trials=(*[r for r in made if r.label != "batch 32"], *more))
-    assert [r.label for r in tried(mixed)] == ["batch 8", "batch 32"]
-
-
-def test_a_scaled_learning_rate_is_a_row_of_its_own() -> None:
-    speeds = make.sets({"batch 16": (B16, 1.5)}, baseline=B8, baseline_label="batch 8", experiment="batch_size")
-    equal = make.trials({"batch 16": (B16, 0.0)}, baseline=B8, seed_noise=0.0, gain=0.02)
-    again = make.trials(
-        {"batch 16, scaled learning rate": (scaled(B16, B8), 0.0)}, baseline=B8, seed_noise=0.0, gain=0.02
-    )
-    of = replace(make.study(speeds), trials=(*equal, *[r for r in again if r.label != "fp32"]))
-    base, same, rated = tried(of)
-    assert [r.label for r in (base, same, rated)] == ["batch 8", "batch 16", "batch 16, scaled learning rate"]
-    assert rated.ratio == same.ratio, "the same speed"
-    (ax,) = learned.differences(of).axes  # type: ignore[union-attr]
-    assert len(ax.get_yticklabels()) == 2, "both are drawn"
+    (curves,) = [figure for _, figure, name in answer(mixed).figures() if name == "curves"]
+    assert [line.get_label() for line in curves.axes[0].lines] == ["batch 32", "batch 8 (baseline)"]
 
 
 def test_training_losses_are_means_over_equal_images() -> None:

@@ -94,6 +94,7 @@ def test_a_step_is_its_equation_to_single_precision(objective: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.calls
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_never_waits_for_the_device(never_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     source = torch.Generator("cuda").manual_seed(0)

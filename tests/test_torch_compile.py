@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import records as make
@@ -13,55 +12,52 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.questions import torch_compile as compiling
+from ddpm_lab.questions.torch_compile import BreakEven, break_even, counters, pays_off
 
 COMPILED = RunConfig(compile="whole")
 
 
-def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[Study, Comparison]:
+def study(cold: Sequence[float], ratio: float = 1.25) -> tuple[Study, Comparison]:
     """A step of 100 ms that compiling makes faster, and so many cold compiles; with the compiled row."""
-    records = make.sets(
-        {"compiled": (COMPILED, ratio)}, baseline_label="eager", experiment="torch_compile", step_seconds=0.1, **values
-    )
-    common = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
-    found = make.study(records + make.cold(COMPILED, cold, **common))
-    rows = comparisons(found)
-    return found, next(r for r in rows if r.role == "candidate")
+    common = {"experiment": "torch_compile", "baseline_label": "eager", "step_seconds": 0.1}
+    records = make.sets({"compiled": (COMPILED, ratio)}, **common)  # type: ignore[arg-type]
+    made = make.cold(COMPILED, cold, experiment="torch_compile", baseline_id=RunConfig().run_id, label="compiled")
+    found = make.study(records + made)
+    return found, next(r for r in comparisons(found) if r.role == "candidate")
 
 
 def test_several_compiles_widen_the_interval_and_one_tells_no_spread() -> None:
-    alike, row = study([30.0])
-    one, three = (compiling.break_even(of, row) for of in (alike, study([27.0, 30.0, 100 / 3])[0]))
+    of, row = study([30.0])
+    one, three = break_even(of, row), break_even(study([27.0, 30.0, 100 / 3])[0], row)
     step = row.step_seconds * row.ratio.value
-    assert (one.cold_seconds, one.steps) == pytest.approx((30, 30 / (step * (1 - 1 / row.ratio.value))))
-    assert three.steps == pytest.approx(one.steps)
-    assert math.isnan(one.cost.low)
-    assert one.steps_low == pytest.approx(30 / (step * (1 - 1 / row.ratio.high)))
-    assert one.steps_high == pytest.approx(30 / (step * (1 - 1 / row.ratio.low)))
+
+    def steps(ratio: float) -> float:
+        return 30 / (step * (1 - 1 / ratio))
+
+    assert (one.compile.value, one.steps.value, three.steps.value) == pytest.approx((30, *[steps(row.ratio.value)] * 2))
+    assert math.isnan(one.compile.low)
+    assert one.steps.ends == pytest.approx((steps(row.ratio.high), steps(row.ratio.low)))
     # ln(10 / 9) between neighbours, 4.30 standard errors of three.
     wide = math.exp(4.303 * math.log(10 / 9) / math.sqrt(3))
-    assert three.cost.high / three.cold_seconds == pytest.approx(wide, rel=1e-3)
-    assert three.steps_low < one.steps_low < one.steps < one.steps_high < three.steps_high
+    assert three.compile.high / three.compile.value == pytest.approx(wide, rel=1e-3)
+    assert three.steps.low < one.steps.low < one.steps.value < one.steps.high < three.steps.high
 
 
 def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
     found, row = study([30.0])
     row = dataclasses.replace(row, ratio=dataclasses.replace(row.ratio, low=0.999))
-    cost = compiling.break_even(found, row)
-    assert cost.steps_high == math.inf
-    assert compiling.pays_off(cost, row).endswith(" or more)")
-    found, row = study([30.0], 0.9)
-    assert compiling.break_even(found, row).steps == math.inf
-    assert compiling.pays_off(compiling.break_even(found, row), row) == "never, at this speed"
-    nothing = compiling.break_even(*study([]))
-    assert math.isnan(nothing.cold_seconds)
-    assert math.isnan(nothing.steps_low)
+    cost = break_even(found, row)
+    assert cost.steps.high == math.inf
+    assert pays_off(cost, row).endswith(" or more)")
+    slower = study([30.0], 0.9)
+    assert (break_even(*slower).steps.value, pays_off(cost, slower[1])) == (math.inf, "never, at this speed")
+    nothing: BreakEven = break_even(*study([]))
+    assert all(map(math.isnan, (nothing.compile.value, nothing.steps.value, *nothing.steps.ends)))
 
 
 def test_the_counters_are_those_of_the_witness() -> None:
     found, row = study([30.0])
-    assert compiling.counters(found, row.run_id) == ""
+    assert counters(found, row.run_id) == ""
     seen = {"ranks": [{"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}]}
-    records = (dataclasses.replace(r, witness=seen) if r.run_id == COMPILED.run_id else r for r in found.records)
-    found = dataclasses.replace(found, records=tuple(records))
-    assert compiling.counters(found, row.run_id) == "2 compiled frames, 3 graphs, 1 graph break and 0 recompiles"
+    found = dataclasses.replace(found, records=tuple(dataclasses.replace(r, witness=seen) for r in found.records))
+    assert counters(found, row.run_id) == "2 compiled frames, 3 graphs, 1 graph break and 0 recompiles"

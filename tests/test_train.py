@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -102,14 +101,23 @@ def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.Mon
     assert trainer.witness()["precision"] == "fp32"
 
 
+def trained_on_a_gpu(config: RunConfig, precision: str) -> tuple[Trainer, list[float]]:
+    label = dataclasses.replace(config, device="cuda", precision=precision)
+    trainer = Trainer(label, dataclasses.replace(context(), device="cuda:0"))
+    return trainer, train(trainer, 30)
+
+
 @pytest.mark.gpu
+@pytest.mark.calls
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 def test_precisions_on_a_gpu(config: RunConfig, precision: str) -> None:
-    here: dict[str, Any] = {"device": "cuda", "precision": precision}
-    place = dataclasses.replace(context(), device="cuda:0")
-    trainer = Trainer(dataclasses.replace(config, **here), place)
-    losses = train(trainer, 30)
-    assert trainer.witness()["precision"] == precision
-    assert np.isfinite(losses).all()
-    assert trainer.witness()["autocast_scaler"] == (precision == "fp16")
+    seen = trained_on_a_gpu(config, precision)[0].witness()
+    assert (seen["precision"], seen["autocast_scaler"]) == (precision, precision == "fp16")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_losses_on_a_gpu_are_finite(config: RunConfig, precision: str) -> None:
+    assert np.isfinite(trained_on_a_gpu(config, precision)[1]).all()

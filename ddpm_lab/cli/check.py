@@ -17,6 +17,7 @@ from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import ROOM_BYTES, output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.output import say
+from ddpm_lab.plan import LEAST_SETS
 
 PACKAGES = {
     "torch": "everything that is measured",
@@ -95,20 +96,19 @@ def checkup(output: Path) -> list[Item]:
 
 def _instrument(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
-    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415 - check runs where packages are missing
+    # check runs where packages are missing
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     for attempt in (1, 2):
-        records = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
-        found = calibration.calibration(records)
-        if found is None or found.passed or found.sets < calibration.LEAST_SETS:
+        found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
+        if found.passed or found.slower.sets < LEAST_SETS:
             break
         if attempt == 1:
             say(f"{found.verdict()}: the check is repeated once", error=True)
-    if found is None:
-        say("ddpm-lab: no set of the calibration was completed", error=True)
-        return 1
-    figure = calibration.save_figure(found, output)
+    figure = output / "image_output" / "calibration.png"
+    save(calibration.figure(found), figure)
     tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
     return 0 if found.passed else 1
 

@@ -22,6 +22,8 @@ from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot
 from ddpm_lab.explain.charts.lines import lines as draw
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.others import free_cores, measuring
@@ -30,7 +32,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Member, measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions.planning import instrument_for
-from ddpm_lab.record import LedgerError, RunRecord, crowded, set_log_ratio
+from ddpm_lab.record import TWIN, LedgerError, RunRecord
 from ddpm_lab.training.setting import usual_device
 
 if TYPE_CHECKING:
@@ -38,30 +40,25 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.training.limits:pieces"
-PIECES = 100
+PIECES, EXTRA = 100, 5
+"""Of the work of a step, and how many the planted slowdown adds."""
 MOST_FAILURES = 2
 
 
 def calibrate(
     *,
     minutes: float = 5.0,
-    planted: float = 0.05,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
-) -> list[RunRecord]:
-    """Measure sets of a baseline, its twin and a planted slowdown until ``minutes`` are over, one at least.
+) -> Calibration:
+    """Measure sets of a baseline, its twin and a slowdown of 5 % until ``minutes`` are over, one at least.
 
-    On a CPU they have as many threads as there are cores that other processes leave free. ``planted`` is the slowdown,
-    as a share of the work of a step: a whole number of per cent, 0.01 to 1. Returns the records, which are in the
-    ledger of ``output_dir`` too. Raises ConfigError for a value that cannot be measured, and LedgerError where no set
-    could be completed, or other processes disturbed each.
+    On a CPU they have as many threads as there are cores that other processes leave free. The records are in the
+    ledger of ``output_dir``. Raises ConfigError for ``minutes`` that are none, and LedgerError where no set counts.
     """
     if not (isinstance(minutes, int | float) and 0 < minutes < 1e6):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
-    extra = round(planted * PIECES) if isinstance(planted, int | float) and 0 < planted <= 1 else 0
-    if not extra or abs(extra / PIECES - planted) > 1e-9:
-        raise ConfigError(f"planted is {planted!r}: give whole per cents from 0.01 to 1, such as 0.05")
     output = output_folder(output_dir)
     show = Progress(EXPERIMENT, quiet=quiet)
     instrument = instrument_for(output, show)
@@ -70,7 +67,7 @@ def calibrate(
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
-        members = _members(usual_device(device), extra, instrument.usable_cores)
+        members = _members(usual_device(device), instrument.usable_cores)
         begun, sets = time.monotonic(), list[list[RunRecord]]()
         while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
             left = max(0.0, minutes * 60 - (time.monotonic() - begun))
@@ -80,62 +77,61 @@ def calibrate(
             failed = [r for records in sets for r in records if r.status != "ok"]
             if len(failed) >= MOST_FAILURES:
                 raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
-    if all(map(crowded, sets)):
-        raise LedgerError("other processes took the cores of every set of the calibration: try again without them")
+    found = calibration([r for records in sets for r in records])
+    if found is None:
+        raise LedgerError("in every set of the calibration a side failed, or other processes took cores: try again")
     show.done(f"{phrases.plural(len(sets), 'set')} in {(time.monotonic() - begun) / 60:.1f} min")
-    return [r for records in sets for r in records]
+    return found
 
 
-def _members(device: str, extra: int, cores: int) -> list[Member]:
-    """Baseline, twin and ``extra`` per cent more work, with as many threads as cores are free."""
+def _members(device: str, cores: int) -> list[Member]:
+    """Baseline, twin and more work, with as many threads as cores are free."""
     free = free_cores() if device == "cpu" else cores
     threads, pieces = free if free < cores else 0, (("pieces", PIECES),)
     baseline = RunConfig(workload=WORKLOAD, device=device, global_batch_size=1, threads=threads, options=pieces)
-    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
+    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + EXTRA),))
     return [
         Member("baseline", "baseline", baseline),
         Member("twin", "baseline again", baseline),
-        Member("candidate", f"{extra} % more work", slower),
+        Member("candidate", f"{EXTRA} % more work", slower),
     ]
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
 
 MINUTES = (1, 5, 20)
-LEAST_SETS = stats.LEAST_SETS
 FINE = 0.03
 """A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A calibration, computed from its records. Ratios are the baseline's time divided by the other's.
+    """What the sets of a calibration that count say of the ``twin`` and of the ``slower`` candidate.
 
-    ``disturbed`` sets are beside the ``sets`` that count: other processes took the cores that they needed. ``threads``
-    are those of a rank; 0 is as many as there are ``cores``. ``noise`` is the standard deviation over sets of the
-    null's log ratio. ``minutes`` is when each set began, after the first.
+    ``first`` is the record of the latter in the first set; ``minutes`` is when each set began, after that one.
     """
 
-    hardware: str
-    date: str
-    sets: int
-    disturbed: int
-    threads: int
-    cores: int
-    seconds_per_set: float
+    first: RunRecord
+    twin: Comparison
+    slower: Comparison
     step_seconds: float
-    noise: float
-    null: stats.Estimate
-    planted: float
-    planted_estimate: stats.Estimate
-    null_ratios: tuple[float, ...]
-    planted_ratios: tuple[float, ...]
+    seconds_per_set: float
     minutes: tuple[float, ...]
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation over sets of the twin's log ratio; NaN for one set."""
+        return float(np.std([log for _, log in self.twin.logs], ddof=1)) if self.twin.sets > 1 else math.nan
 
     @property
     def null_called(self) -> bool:
         """Whether the baseline was called different from itself, at the 99 % level."""
-        return self.null.sets >= LEAST_SETS and self.null.p < 0.01
+        return self.twin.sets >= stats.LEAST_SETS and self.twin.ratio.p < 0.01
+
+    @property
+    def planted(self) -> float:
+        """The slowdown that was planted, as a share of the work of a step."""
+        return float(self.slower.config.option("pieces", 0) / self.slower.baseline.option("pieces", 1) - 1)
 
     @property
     def truth(self) -> float:
@@ -145,13 +141,8 @@ class Calibration:
     @property
     def planted_found(self) -> bool:
         """Whether the planted slowdown was called slower."""
-        slow = self.planted_estimate
+        slow = self.slower.ratio
         return stats.verdict(slow, slow.p, stats.level_of_look(1)) == stats.SLOWER
-
-    @property
-    def planted_in_interval(self) -> bool:
-        """Whether the interval holds the planted ratio."""
-        return self.planted_estimate.contains(self.truth)
 
     @property
     def resolvable(self) -> dict[int, float | None]:
@@ -174,14 +165,20 @@ class Calibration:
         """Plain values for JSON; what is unknown is null."""
         null, slow = (
             {"ratio": _known(e.value), "low": _known(e.low), "high": _known(e.high)}
-            for e in (self.null, self.planted_estimate)
+            for e in (self.twin.ratio, self.slower.ratio)
         )
-        told = ("hardware", "date", "passed", "fit", "sets", "step_seconds", "planted")
+        machine = self.first.environment.machine
         return {
-            **{name: getattr(self, name) for name in told},
+            "hardware": machine.name,
+            "date": self.first.environment.date,
+            "passed": self.passed,
+            "fit": self.fit,
+            "sets": self.slower.sets,
+            "step_seconds": self.step_seconds,
+            "planted": self.planted,
             "verdict": self.verdict(),
-            "disturbed_sets": self.disturbed,
-            "threads": self.threads or self.cores,
+            "disturbed_sets": self.slower.disturbed_sets,
+            "threads": self.first.config.threads or machine.usable_cores,
             "seconds_per_set": round(self.seconds_per_set, 2),
             "noise_between_sets": _known(self.noise),
             "null": null,
@@ -189,14 +186,14 @@ class Calibration:
             "planted_ratio": self.truth,
             "planted_measured": slow,
             "planted_found": self.planted_found,
-            "planted_in_95_interval": self.planted_in_interval,
+            "planted_in_95_interval": self.slower.ratio.contains(self.truth),
             "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
         }
 
     def verdict(self) -> str:
         """One sentence: may one measure here, and how finely?"""
-        if (sets := self.planted_estimate.sets) < LEAST_SETS:
-            needed = f"a verdict needs {LEAST_SETS}; give more minutes"
+        if (sets := self.slower.sets) < stats.LEAST_SETS:
+            needed = f"a verdict needs {stats.LEAST_SETS}; give more minutes"
             return f"Not judged: {phrases.plural(sets, 'set')} in the time given, and {needed}"
         if self.null_called:
             return "Not fit to measure now: the baseline differs from itself at the 99 % level"
@@ -208,38 +205,25 @@ class Calibration:
 
 def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     """What the records of one calibration say; None where no set is complete, or other processes disturbed each."""
-    sets: dict[str, dict[str, RunRecord]] = {}
-    for r in records:
-        if r.status == "ok":
-            sets.setdefault(r.set_id, {})[r.role] = r
-    complete = [s for s in sets.values() if {"baseline", "twin", "candidate"} <= s.keys()]
-    whole = [s for s in complete if not crowded(list(s.values()))]
-    if not whole:
+    ok = {(r.set_id, r.role): r for r in records if r.status == "ok"}
+    complete = tuple(r for r in ok.values() if all((r.set_id, role) in ok for role in ("baseline", TWIN, "candidate")))
+    compared = comparisons(Study(experiment=EXPERIMENT, records=complete, output_dir=Path()))
+    by_role = {c.role: c for c in compared if c.sets}
+    if "candidate" not in by_role:
         return None
-    first, several = whole[0]["candidate"], len(whole) > 1
-    null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
-    planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
-    starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
-    minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
+    sets = [set_id for set_id, _ in by_role["candidate"].logs]
+    starts = [datetime.fromisoformat(ok[set_id, "baseline"].environment.date) for set_id in sets]
+    minutes = tuple((t - starts[0]).total_seconds() / 60 for t in starts)
     # A set's cost is the time to the next one; the last set's is not known from dates.
-    stages = sum(sum(r.stages.values()) for r in whole[0].values())
-    steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if w.steps]
+    stages = by_role["candidate"].set_seconds
+    steps = [w.seconds / w.steps for set_id in sets for w in ok[set_id, "baseline"].windows if w.steps]
     return Calibration(
-        hardware=first.environment.machine.name,
-        date=first.environment.date,
-        sets=len(whole),
-        disturbed=len(complete) - len(whole),
-        threads=first.config.threads,
-        cores=first.environment.machine.usable_cores,
-        seconds_per_set=float(np.diff(minutes).mean() * 60) if several else stages,
+        first=ok[sets[0], "candidate"],
+        twin=by_role[TWIN],
+        slower=by_role["candidate"],
         step_seconds=float(np.median(steps)) if steps else math.nan,
-        noise=float(np.nanstd(null_logs, ddof=1)) if several else math.nan,
-        null=stats.estimate(null_logs),
-        planted=first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1,
-        planted_estimate=stats.estimate(planted_logs),
-        null_ratios=tuple(np.exp(null_logs)),
-        planted_ratios=tuple(np.exp(planted_logs)),
-        minutes=tuple(minutes),
+        seconds_per_set=minutes[-1] * 60 / (len(sets) - 1) if len(sets) > 1 else stages,
+        minutes=minutes,
     )
 
 
@@ -253,57 +237,53 @@ def _known(value: float) -> float | None:
 
 def lines(found: Calibration) -> list[str]:
     """The calibration in words, for a terminal and for the report."""
-    judged = "not judged" if found.sets < LEAST_SETS else "found" if found.planted_found else "missed"
-    if found.sets > 1:
-        judged += f", and the truth lies {'inside' if found.planted_in_interval else 'outside'} the interval"
-    some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
-    lost = f"; {found.disturbed} more were disturbed by other processes and do not count" if found.disturbed else ""
+    slower, cores = found.slower, phrases.plural(found.first.environment.machine.usable_cores, "core")
+    judged = "not judged" if slower.sets < stats.LEAST_SETS else "found" if found.planted_found else "missed"
+    if slower.sets > 1:
+        inside = "inside" if slower.ratio.contains(found.truth) else "outside"
+        judged += f", and the truth lies {inside} the interval"
+    some = f", with {slower.config.threads} of {cores}" if slower.config.threads else ""
+    lost = f"; {slower.disturbed_sets} more were disturbed by other processes and do not count"
     resolved = [f"{'none' if v is None else _percent(v)} in {m} min" for m, v in found.resolvable.items()]
     return [
         f"{found.verdict()}.",
-        f"Measured: {_measured(found)}{some}{lost}.",
-        f"Baseline against itself: {_estimate(found.null)}; {'' if found.null_called else 'not '}called different at "
+        f"Measured: {_measured(found)}{some}{lost * bool(slower.disturbed_sets)}.",
+        f"Baseline against itself: {_estimate(found.twin)}; {'' if found.null_called else 'not '}called different at "
         "the 99 % level.",
-        f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): "
-        f"{_estimate(found.planted_estimate)}; {judged}.",
+        f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): {_estimate(slower)}; {judged}.",
         f"Noise between sets: {_percent(found.noise)}.",
         f"Smallest difference that can be resolved: {', '.join(resolved)}.",
     ]
 
 
 def _measured(found: Calibration) -> str:
-    sets = f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s"
+    sets = f"{phrases.plural(found.slower.sets, 'set')} of {found.seconds_per_set:.1f} s"
     return f"{sets}, steps of {phrases.seconds(found.step_seconds)}"
 
 
-def _estimate(estimate: stats.Estimate) -> str:
-    return f"{estimate.value:.3f} ({phrases.evidence_of(estimate)})" if math.isfinite(estimate.value) else "no value"
-
-
-def save_figure(found: Calibration, output: Path) -> Path:
-    """Draw into ``image_output/``; returns the path."""
-    path = output / "image_output" / "calibration.png"
-    style.save(figure(found), path)
-    return path
+def _estimate(row: Comparison) -> str:
+    return f"{row.ratio.value:.3f} ({phrases.evidence(row)})"
 
 
 def figure(found: Calibration) -> Figure:
     """Ratios of single sets over time, with the truth and the interval of their mean."""
-    ends = [0.0, max(1e-3, *found.minutes)]
-    more = f"{100 * found.planted:.0f} % more work"
+    ends, planted = [0.0, max(1e-3, *found.minutes)], f"{100 * found.planted:.0f} % more work"
     drawn = []
-    for name, truth, estimate, ratios, colour in (
-        ("itself", 1.0, found.null, found.null_ratios, style.SERIES[0]),
-        (more, found.truth, found.planted_estimate, found.planted_ratios, style.SERIES[1]),
+    for name, truth, row, colour in (
+        ("itself", 1.0, found.twin, style.SERIES[0]),
+        (planted, found.truth, found.slower, style.SERIES[1]),
     ):
-        low, high = ([estimate.low] * 2, [estimate.high] * 2) if math.isfinite(estimate.low) else ((), ())
+        low, high = ([row.ratio.low] * 2, [row.ratio.high] * 2) if row.ratio.exists else ((), ())
         true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
-        drawn += [true, Line(name=name, x=found.minutes, y=ratios, colour=colour, look="o")]
+        drawn += [true, Line(name=name, x=found.minutes, y=row.set_ratios, colour=colour, look="o")]
     x_label, y_label = "minutes since the first set", "speed relative to the baseline"
+    environment = found.first.environment
     return draw(
         [Plot(lines=drawn, x_label=x_label, y_label=y_label, from_zero=False)],
         title=found.verdict(),
-        context=style.SEPARATOR.join([found.hardware, found.date[:16].replace("T", " "), _measured(found)]),
+        context=style.SEPARATOR.join(
+            [environment.machine.name, environment.date[:16].replace("T", " "), _measured(found)]
+        ),
         note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
         "interval of the geometric mean; dashed: the truth.",
     )

@@ -103,7 +103,8 @@ def _as_written(changed: Mapping[str, tuple[Any, Any]], side: int) -> list[str]:
     rows = []
     for name, pair in changed.items():
         if isinstance(pair[0], Mapping):
-            rows += [(f"{name}.{part}", pair[side][part]) for part in pair[0] if pair[0][part] != pair[1][part]]
+            mine, other = pair[side], pair[1 - side]  # options need not be there on both sides
+            rows += [(f"{name}.{part}", mine[part]) for part in mine if part not in other or mine[part] != other[part]]
         else:
             rows.append((name, pair[side]))
     return [f"{name} = {json.dumps(value)}" for name, value in rows]

@@ -10,7 +10,7 @@ import math
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -26,12 +26,12 @@ from ddpm_lab.explain.charts.style import BAD, Panel, Row
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.selection import Study, once
-from ddpm_lab.explain.stats import Estimate
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Question, Trial, scaling
 from ddpm_lab.questions import torch_compile
-from ddpm_lab.record import RunRecord, crowded
+from ddpm_lab.record import crowded
 from ddpm_lab.training.setting import Batch, Setup
 
 if TYPE_CHECKING:
@@ -87,23 +87,19 @@ def answer(study: Study) -> Answer:
     """Judge each published claim, and show what each wrong way to measure did to a number."""
     shown = speeds(study, compared(study))
     if study.records:
-        headline, decided = _verdicts(study)
-        found = plain(study, headline, ANSWERED, decided, *machine_state.warnings(study))
-        found = replace(found, verdict="judged", quality="quality in the table, where a claim is about it")
-        shown = replace(shown, finding=found)
+        named: dict[str, list[str]] = defaultdict(list)
+        for claim, found in judged(study):
+            named[found.verdict].append(f"{phrases.within(claim.says)} ({claim.key})")
+        refuted, confirmed, untestable = (len(named[verdict]) for verdict in (REFUTED, CONFIRMED, UNTESTABLE))
+        headline = f"Of {len(CLAIMS)} published claims {refuted} are refuted and {confirmed} confirmed"
+        headline += f"; {untestable} need GPUs" * bool(untestable)
+        told = " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
+        finding = plain(study, headline, ANSWERED, told, *machine_state.warnings(study))
+        quality_told = "quality in the table, where a claim is about it"
+        shown = replace(shown, finding=replace(finding, verdict="judged", quality=quality_told))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
     figure, views = shown.figure, (View(caption=wrong, table=lambda: fault_table(study)),)
     return replace(shown, figure=lambda: fault_figure(study) or figure(), table=lambda: table(study), views=views)
-
-
-def _verdicts(study: Study) -> tuple[str, str]:
-    """How many claims are refuted, confirmed and not testable; and which are decided."""
-    named: dict[str, list[str]] = defaultdict(list)
-    for claim, found in judged(study):
-        named[found.verdict].append(f"{phrases.within(claim.says)} ({claim.key})")
-    short = f"Of {len(CLAIMS)} published claims {len(named[REFUTED])} are refuted and {len(named[CONFIRMED])} confirmed"
-    short += f"; {len(named[UNTESTABLE])} need GPUs" * bool(named[UNTESTABLE])
-    return short, " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
 
 
 def table(study: Study) -> Table:
@@ -127,13 +123,12 @@ def table(study: Study) -> Table:
 
 ROWS = tomllib.loads((Path(__file__).parent / "claims.toml").read_text())
 DRAWN = 1800  # steps that a run of six is drawn as, 300 times over
-_UNKNOWN = Estimate(value=math.nan, p=math.nan, sets=0)
 
 
 class Reading(NamedTuple):
     """A wrong number over the right one (infinite if that is 0), both, and what they make of a comparison."""
 
-    ratio: Estimate
+    ratio: Interval
     wrong: float
     right: float
     also: str = ""
@@ -181,163 +176,132 @@ class Records:
         }
         last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", "wrong")), "")
         mine = (r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last))
-        self._wrong = sorted(mine, key=lambda r: r.config.seed)
+        self._wrong = {(r.label, r.config.seed): r for r in sorted(mine, key=lambda r: r.config.seed)}
         rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
         self.own = {row.label: row for row in rows if row.role == "candidate"}
-        self.base = next((row for row in rows if row.role == "baseline"), None)
+        self.step = self.step_of(next((row for row in rows if row.role == "baseline"), None))
 
-    def runs(self, way: str, label: str = "fp32") -> list[tuple[RunRecord, Any]]:
-        """The record of each repeat of a wrong way, and what the way answered, in the order of their seeds."""
-        told = {r.config.seed: (r, (r.profile or {}).get("wrong_ways", {})) for r in self._wrong if r.label == label}
-        return [(r, ways[way]) for r, ways in told.values() if way in ways]
+    def runs(self, way: str, label: str = "fp32") -> dict[int, Any]:
+        """What each repeat of a wrong way answered, by seed."""
+        told = {
+            r.config.seed: (r.profile or {}).get("wrong_ways", {}) for r in self._wrong.values() if r.label == label
+        }
+        return {seed: ways[way] for seed, ways in told.items() if way in ways}
+
+    def timed(self, way: str) -> list[float]:
+        """Seconds of a step in each repeat of a wrong way."""
+        return [answer["seconds"] / answer["steps"] for answer in self.runs(way).values()]
+
+    def starts(self) -> list[float]:
+        """Seconds of a step, from the start of its process, in each repeat of the first steps of one."""
+        stages = [self._wrong["fp32", seed].stages for seed in self.runs("fresh")]
+        begun = [stage.get("start", 0.0) + stage.get("build", 0.0) for stage in stages]
+        steps = [answer["step_seconds"] for answer in self.runs("fresh").values()]
+        return [(start + sum(each)) / len(each) for start, each in zip(begun, steps, strict=True)]
 
     def faster(self, way: str, label: str) -> list[float]:
         """How many times as fast as fp32 a configuration looks in each repeat of a wrong way."""
-        theirs = {r.config.seed: answer["seconds"] for r, answer in self.runs(way, label)}
-        return [a["seconds"] / theirs[r.config.seed] for r, a in self.runs(way) if r.config.seed in theirs]
+        theirs = self.runs(way, label)
+        return [a["seconds"] / theirs[seed]["seconds"] for seed, a in self.runs(way).items() if seed in theirs]
 
-    def step(self, row: Comparison | None) -> Estimate:
+    def step_of(self, row: Comparison | None) -> Interval:
         """Seconds of a step in the sets that count, with the interval that their spread gives; NaN without any."""
         if row is None:
-            return _UNKNOWN
+            return Interval(value=math.nan)
         members = [r for r in self.study.records if r.baseline_id == row.baseline_id and r.role in COMPARED]
         mine = [r for r in members if (r.role, r.run_id) == (row.role, row.run_id) and r.windows]
         quiet = [r for r in mine if not crowded([m for m in members if m.set_id == r.set_id])]
         return _mean([row.batch * statistics.median(w.seconds_per_image for w in r.windows) for r in quiet])
 
 
-def _mean(values: Sequence[float]) -> Estimate:
+def _mean(values: Iterable[float]) -> Interval:
     """Geometric mean of repeats with its 95 % interval."""
     return stats.estimate(np.log([v for v in values if v > 0]))
 
 
-def _against(wrong: Sequence[float], right: Estimate, also: str = "") -> Reading:
-    """A number of each repeat beside one of the sets; of a single repeat nobody knows the spread."""
+def _against(wrong: Sequence[float], right: Interval, also: str = "", *, times: int = 1) -> Reading:
+    """A number of each repeat beside one of the sets, both ``times`` as long; a single repeat has no interval."""
     read, ends = _mean(wrong), (math.nan, math.nan)
     if read.exists and not math.isnan(right.value):
         ends = stats.quotient_interval(*((e.value, e.low, e.high) for e in (read, right)))
-    ratio = Estimate(value=read.value / right.value, low=ends[0], high=ends[1], p=math.nan, sets=read.sets)
-    return Reading(ratio, read.value, right.value, also)
+    ratio = Interval(value=read.value / right.value, low=ends[0], high=ends[1])
+    return Reading(ratio, times * read.value, times * right.value, also)
 
 
 def _pairs(pairs: Sequence[tuple[float, float]]) -> Reading:
     """A wrong and a right number of each repeat."""
-    wrong, right = (_mean([pair[side] for pair in pairs]).value for side in (0, 1))
-    return Reading(_mean([a / b for a, b in pairs]), wrong, right)
-
-
-def _steps(way: str, seconds: Callable[[RunRecord, Any], float], times: float = 1) -> Callable[[Records], Reading]:
-    """What a way says of the time of a step, beside that of the sets; both are shown ``times`` as long."""
-
-    def read(found: Records) -> Reading:
-        read = _against([seconds(*run) for run in found.runs(way)], found.step(found.base))
-        return read._replace(wrong=times * read.wrong, right=times * read.right)
-
-    return read
-
-
-def _timed(_: RunRecord, answer: Mapping[str, Any]) -> float:
-    return float(answer["seconds"]) / int(answer["steps"])
-
-
-def _from_the_start(record: RunRecord, answer: Mapping[str, Any]) -> float:
-    start = sum(record.stages.get(stage, 0.0) for stage in ("start", "build"))
-    return float(start + sum(answer["step_seconds"])) / len(answer["step_seconds"])
-
-
-def _compiling(found: Records) -> Reading | None:
-    row = found.own.get("compiled")
-    if row is None:
-        return None
-    runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
-    wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs]
-    looks = phrases.significant(found.step(found.base).value / _mean(wrong).value, 2)
-    also = f"compiled looks {looks} times as fast as eager, and is {phrases.ratio_with_interval(row)}"
-    return _against(wrong, found.step(row), also)
-
-
-def _profiler(found: Records) -> Reading:
-    read = _steps("profiled", _timed)(found)
-    row = next((found.own[name] for name in ("bf16", "fp16") if name in found.own), None)
-    if row is None or not (looks := found.faster("profiled", row.label)):
-        return read
-    also = f"{row.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
-    return read._replace(also=f"{also}, and is {phrases.ratio_with_interval(row)}")
-
-
-def _unequal(found: Records) -> Reading | None:
-    row = next((row for label, row in found.own.items() if label.startswith("batch ")), None)
-    return _against(found.faster("bars", row.label), row.ratio) if row else None
-
-
-def _single(found: Records) -> Reading:
-    runs = [_timed(*run) for run in found.runs("bars")]
-    ratio = max(runs) / min(runs) if len(runs) > 1 else math.nan
-    return Reading(replace(_UNKNOWN, value=ratio), ratio, 1)
-
-
-def _label(found: Records) -> Reading:
-    runs = [answer["seconds"] for _, answer in found.runs("runs")]
-    wrong = [sum(one[::2]) / sum(one[1::2]) for one in runs]
-    refused = [line for _, lines in found.runs("labelled_two") for line in lines]
-    hidden = [answer["same_device"] for _, answer in found.runs("hidden_devices")]
-    also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
-    also += f"the witness refuses the record: {refused[0]}" if refused else ""
-    two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
-    return _against(wrong, two, also) if two else Reading(_mean(wrong), _mean(wrong).value, math.nan, also)
-
-
-def _gradient(found: Records) -> Reading | None:
-    backward = [a["phases"].get("backward", 0.0) / a["steps"] for _, a in found.runs("phases")]
-    return Reading(replace(_UNKNOWN, value=math.inf), _mean(backward).value, 0) if any(backward) else None
-
-
-def _share(found: Records) -> Reading:
-    pairs = []
-    for _, a in found.runs("phases_waited_for" if found.cuda else "one_thread"):
-        compute = sum(a["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
-        busy = a.get("gpu_utilisation_percent") if found.cuda else 100 * a["cpu_seconds"] / a["seconds"] / found.cores
-        pairs += [(100 * compute / a["seconds"], busy)] if busy else []
-    return _pairs(pairs)
-
-
-def _nested(found: Records) -> Reading:
-    return _pairs([(a["inclusive_seconds"], a["exclusive_seconds"]) for _, a in found.runs("profiled")])
-
-
-def _percentiles(found: Records) -> Reading:
-    """Half of an interval, in per cent of the mean."""
-    step = found.step(found.base)
-    half = 100 * (math.sqrt(step.high / step.low) - 1)
-    ends = [np.percentile(answer["seconds"], (2.5, 97.5)) for _, answer in found.runs("runs")]
-    wrong = [100 * (math.sqrt(high / low) - 1) for low, high in ends]
-    return _against(wrong, replace(_UNKNOWN, value=half if half > 0 else math.nan))
-
-
-_READINGS: dict[str, Callable[[Records], Reading | None]] = {
-    "multiplied": _steps("fresh", _from_the_start, DRAWN),
-    "cold": _steps("fresh", lambda _, a: statistics.fmean(a["step_seconds"])),
-    "compiling": _compiling,
-    "profiler": _profiler,
-    "unequal": _unequal,
-    "single": _single,
-    "label": _label,
-    "gradient": _gradient,
-    "share": _share,
-    "nested": _nested,
-    "percentiles": _percentiles,
-    "unsynchronised": _steps("unsynchronised", _timed),
-    "loss_read": _steps("loss_read", _timed),
-    "phase_sums": _steps("phases_waited_for", lambda _, a: sum(a["phases"].values()) / a["steps"]),
-}
+    wrong, right = (_mean(pair[side] for pair in pairs).value for side in (0, 1))
+    return Reading(_mean(a / b for a, b in pairs), wrong, right)
 
 
 @once
 def readings(study: Study) -> dict[str, Reading]:
     """What each fault reads on the machine of the records, by its key, as far as it was measured."""
     records = Records(study)
-    found = {key: read(records) for key, read in _READINGS.items()}
-    return {key: read for key, read in found.items() if read is not None and not math.isnan(read.ratio.value)}
+    found = _times_of_steps(records) | _other_numbers(records)
+    return {key: read for key, read in found.items() if not math.isnan(read.ratio.value)}
+
+
+def _times_of_steps(found: Records) -> dict[str, Reading]:
+    """Faults that call another time than the sets' that of a step."""
+    narrow = next((found.own[name] for name in ("bf16", "fp16") if name in found.own), None)
+    compiled, looks, also = found.own.get("compiled"), found.faster("profiled", narrow.label) if narrow else (), ""
+    if narrow and looks:
+        also = f"{narrow.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
+        also += f", and is {phrases.ratio_with_interval(narrow)}"
+    read = {
+        "multiplied": _against(found.starts(), found.step, times=DRAWN),
+        "cold": _against([statistics.fmean(a["step_seconds"]) for a in found.runs("fresh").values()], found.step),
+        "profiler": _against(found.timed("profiled"), found.step, also),
+        "unsynchronised": _against(found.timed("unsynchronised"), found.step),
+        "loss_read": _against(found.timed("loss_read"), found.step),
+    }
+    waited_for = [sum(a["phases"].values()) / a["steps"] for a in found.runs("phases_waited_for").values()]
+    read["phase_sums"] = _against(waited_for, found.step)
+    if compiled:
+        runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
+        wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs]
+        also = f"compiled looks {phrases.significant(found.step.value / _mean(wrong).value, 2)} times as fast as eager"
+        also += f", and is {phrases.ratio_with_interval(compiled)}"
+        read["compiling"] = _against(wrong, found.step_of(compiled), also)
+    return read
+
+
+def _other_numbers(found: Records) -> dict[str, Reading]:
+    """Faults whose numbers are ratios, shares or widths of intervals, and a phase that is called by another name."""
+    read, bars, runs = dict[str, Reading](), found.timed("bars"), found.runs("runs").values()
+    if larger := next((row for label, row in found.own.items() if label.startswith("batch ")), None):
+        read["unequal"] = _against(found.faster("bars", larger.label), larger.ratio)
+    if len(bars) > 1:
+        read["single"] = Reading(Interval(value=max(bars) / min(bars)), max(bars) / min(bars), 1)
+    halves = [sum(a["seconds"][::2]) / sum(a["seconds"][1::2]) for a in runs]
+    refused = [line for lines in found.runs("labelled_two").values() for line in lines]
+    hidden = [answer["same_device"] for answer in found.runs("hidden_devices").values()]
+    also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
+    also += f"the witness refuses the record: {refused[0]}" if refused else ""
+    two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
+    alone = Reading(_mean(halves), _mean(halves).value, math.nan, also)
+    read["label"] = _against(halves, two, also) if two else alone
+    backward = [a["phases"].get("backward", 0.0) / a["steps"] for a in found.runs("phases").values()]
+    if any(backward):
+        read["gradient"] = Reading(Interval(value=math.inf), _mean(backward).value, 0)
+    shares = []
+    for a in found.runs("phases_waited_for" if found.cuda else "one_thread").values():
+        compute = sum(a["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
+        busy = a.get("gpu_utilisation_percent") if found.cuda else 100 * a["cpu_seconds"] / a["seconds"] / found.cores
+        shares += [(100 * compute / a["seconds"], busy)] if busy else []
+    read["share"] = _pairs(shares)
+    nested = found.runs("profiled").values()
+    read["nested"] = _pairs([(a["inclusive_seconds"], a["exclusive_seconds"]) for a in nested])
+    ends = [np.percentile(a["seconds"], (2.5, 97.5)) for a in runs]
+    width = _half_width(found.step.low, found.step.high)
+    read["percentiles"] = _against([_half_width(*end) for end in ends], Interval(value=width or math.nan))
+    return read
+
+
+def _half_width(low: float, high: float) -> float:
+    """Half of an interval, in per cent of its middle."""
+    return 100 * (math.sqrt(high / low) - 1)
 
 
 def fault_table(study: Study) -> Table:
@@ -377,14 +341,7 @@ def fault_figure(study: Study) -> Figure | None:
 # --- claims and their four judges -------------------------------------------------------------------------------------
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
-_NOTEBOOKS = {
-    "multi_gpu": "notebook 02",
-    "amp": "notebook 03",
-    "workers": "notebook 04",
-    "torch_compile": "notebook 05",
-    "quality": "notebook 08",
-    "claims": "this notebook",
-}
+_NOTEBOOKS = {"multi_gpu": "02", "amp": "03", "workers": "04", "torch_compile": "05", "quality": "08"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +401,8 @@ def _said(row: Comparison) -> str:
     grown = row.batch != row.baseline.global_batch_size
     base = f"batch {row.baseline.global_batch_size}" if grown and row.ranks == 1 else row.baseline_label
     said = f"{row.label} {phrases.ratio_with_interval(row)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
-    return f"{said}{', weak scaling' * (grown and row.ranks > 1)}, {_NOTEBOOKS.get(row.experiment, row.experiment)}"
+    number, own = _NOTEBOOKS.get(row.experiment), "this notebook" if row.experiment == "claims" else row.experiment
+    return f"{said}{', weak scaling' * (grown and row.ranks > 1)}, {f'notebook {number}' if number else own}"
 
 
 def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
@@ -482,7 +440,7 @@ def _undecided(claim: Claim, records: Records, here: str = "") -> Judged:
 def _near(claim: Claim, records: Records) -> Judged:
     """Whether measured numbers meet the published ones: of ratios their intervals decide."""
     if not claim.questions and (counted := records.runs("counted")):
-        count, (low, high) = counted[-1][1]["parameters"] / 1e6, claim.between[0]
+        count, (low, high) = [*counted.values()][-1]["parameters"] / 1e6, claim.between[0]
         verdict = CONFIRMED if low <= count <= high else REFUTED
         return Judged(verdict, f"{count:.1f} M, counted on the network itself", f"accepted: {low} M to {high} M")
     rows = _asked(claim, records)
@@ -512,9 +470,9 @@ def _faster(claim: Claim, records: Records) -> Judged:
         cost = torch_compile.break_even(records.studies[row.experiment], row)
         if row.verdict == stats.SLOWER and row.config.device == "cpu":
             return _undecided(replace(claim, gpus=1), records)
-        if row.verdict == stats.FASTER and math.isnan(cost.steps):
+        if row.verdict == stats.FASTER and math.isnan(cost.steps.value):
             return _undecided(claim, records)
-        why = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {torch_compile.pays_off(cost, row)}"
+        why = f"compiling takes {phrases.seconds(cost.compile.value)} and pays off {torch_compile.pays_off(cost, row)}"
     others = _rows(claim, records) if claim.best else ()
     better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
     holds = row.verdict == claim.expects and not better

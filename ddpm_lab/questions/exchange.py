@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,17 +84,14 @@ def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BA
 def answer(study: Study) -> Answer:
     """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
     silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not findings.trains(r)]
-    notes = list(map(_exposed_communication, silent))
+    notes = []
+    for row in silent:
+        shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
+        text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
+        if not row.resolved:
+            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
+        notes.append(f"Without exchange a step of {row.family} is {text}.")
     return speeds(study, compared(study, keep=findings.trains, own=lambda _: notes), views=trained_views(study))
-
-
-def _exposed_communication(row: Comparison) -> str:
-    """Say how much shorter a step is whose ranks exchange nothing."""
-    shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
-    text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
-    if not row.resolved:
-        text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
-    return f"Without exchange a step of {row.family} is {text}."
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
@@ -174,13 +171,26 @@ def answer_all_reduce(study: Study) -> Answer:
     sets = phrases.plural(most.sets, "set")
     evidence = f"The most is reached with {most.label}, the least time takes a message of {least.label} ({sets})."
     finding = plain(study, headline, ANSWERED, *machine_state.warnings(study), evidence=evidence)
-    names = [f"{e.ranks} ranks" + (f" on {e.config.nodes} hosts" if e.config.nodes > 1 else "") for e in found]
-    cells = [{"Message": e.label, "Time": _duration(e), "Bus bandwidth": _speed(e), "Sets": str(e.sets)} for e in found]
+    series: dict[str, list[Comparison]] = {}
+    for e in found:
+        hosts = f" on {e.config.nodes} hosts" if e.config.nodes > 1 else ""
+        series.setdefault(f"{e.ranks} ranks{hosts}", []).append(e)
+    rows = [
+        {
+            "Configuration": name,
+            "Message": e.label,
+            "Time": _duration(e),
+            "Bus bandwidth": _speed(e),
+            "Sets": str(e.sets),
+        }
+        for name, shown in series.items()
+        for e in shown
+    ]
     return Answer(
         study=study,
         finding=replace(finding, verdict="measured", quality="no training, so no quality"),
-        figure=lambda: _bandwidths(study, headline, list(zip(names, found, strict=True))),
-        table=lambda: [{"Configuration": name, **row} for name, row in zip(names, cells, strict=True)],
+        figure=lambda: _bandwidths(study, headline, series),
+        table=lambda: rows,
     )
 
 
@@ -197,25 +207,15 @@ def _speed(exchange: Comparison) -> str:
     return f"{phrases.significant(speed / unit)} {name}"
 
 
-def _bandwidths(study: Study, title: str, found: Sequence[tuple[str, Comparison]]) -> Figure:
+def _bandwidths(study: Study, title: str, series: Mapping[str, Sequence[Comparison]]) -> Figure:
     """Bus bandwidth against the size of the message, a line for each number of ranks."""
-    series: dict[str, list[Comparison]] = {}
-    for name, e in found:
-        series.setdefault(name, []).append(e)
-    sizes = dict(sorted({message_bytes(e): e.label for _, e in found}.items()))
-    plot = Plot(
-        lines=[
-            Line(name=name, x=[message_bytes(e) for e in shown], y=[1e-9 * bus_bandwidth(e) for e in shown])
-            for name, shown in series.items()
-        ],
-        x_label="message",
-        y_label="bus bandwidth, GB/s",
-        log_x=True,
-        log_y=True,
-        ticks=list(sizes),
-        names=list(sizes.values()),
-        height=3.0,
-    )
+    sizes = dict(sorted({message_bytes(e): e.label for shown in series.values() for e in shown}.items()))
+    curves = [
+        Line(name=name, x=[message_bytes(e) for e in shown], y=[1e-9 * bus_bandwidth(e) for e in shown])
+        for name, shown in series.items()
+    ]
+    axes: dict[str, Any] = {"x_label": "message", "y_label": "bus bandwidth, GB/s", "log_x": True, "log_y": True}
+    plot = Plot(lines=curves, ticks=list(sizes), names=list(sizes.values()), height=3.0, **axes)
     note = "Geometric mean over sets. Bus bandwidth: 2 (N - 1) / N of the message over the time, to be held against "
     note += "the link's own whatever the number of ranks."
     return lines([plot], title=title, context=phrases.context(study), note=note)

@@ -14,26 +14,19 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ddpm_lab import plan
 from ddpm_lab.config import ExchangeConfig
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.answer import MEANING
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
 from ddpm_lab.training.setting import Setup
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
@@ -107,9 +100,12 @@ class Part(stats.Interval):
         return named and self.sets >= stats.LEAST_SETS and (self.low > 0 or self.high < 0)
 
 
+_RANK_ZERO = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The lost scaling of one piece of work: the parts of the loss, and the ``others`` that the table shows.
+    """The lost scaling of one piece of work: the ``parts`` of the loss, and ``every`` row of the table by its name.
 
     ``doubt`` says why no loss is claimed, whatever the numbers; it is empty where one may be.
     """
@@ -117,12 +113,12 @@ class Split:
     family: str
     batch: int
     parts: tuple[Part, ...]
-    others: tuple[Part, ...]
+    every: Mapping[str, Part]
     doubt: str
 
     def __getitem__(self, name: str) -> Part:
         """Return what is called ``name``."""
-        return next(p for p in (*self.parts, *self.others) if p.name == name)
+        return self.every[name]
 
     @property
     def reliable(self) -> bool:
@@ -140,9 +136,6 @@ class Split:
         return sorted((p for p in self.parts if p.resolved and p.value > 0), key=lambda p: -p.value)
 
 
-_RANK_ZERO = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
-
-
 def splits(study: Study) -> list[Split]:
     """Return the lost scaling of each family that was measured for it."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
@@ -153,36 +146,24 @@ def splits(study: Study) -> list[Split]:
 
 
 def _split(records: Sequence[RunRecord]) -> Split | None:
-    """Split the loss of a family."""
-    sets = _sets(records)
     off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF)
     trained = next((r for r in records if r.config.world_size > 1 and r.label not in off), None)
+    sets = _sets(records)
     if trained is None or not sets:
         return None
-    many, n, cpu = trained.label, trained.config.world_size, trained.config.device == "cpu"
-    unit = phrases.plural(n, "rank" if cpu else "GPU")
-    times = [_times(found) for found in sets]
+    n, times = trained.config.world_size, [_times(found) for found in sets]
     alone = [found[plan.ALL_OFF] for found in sets if plan.ALL_OFF in found]
     for t, share in zip((t for t in times if plan.ALL_OFF in t), excess_shares(alone), strict=True):
         t[_WAIT] = share * t[plan.ALL_OFF]
-    terms = _terms(many, n, cpu=cpu)
-    total, loss = _sum(*(counted for *_, counted in terms)), {many: 1, plan.ONE_RANK: -1 / n}
-    others = [
-        _part(times, TOTAL, "", total),
-        _part(times, INTERACTION, "the loss less the sum", _sum(loss, {k: -factor for k, factor in total.items()})),
-        measured := _part(times, LOSS, "measured less ideal", loss),
-        _part(times, IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
-        _part(times, MEASURED, f"{unit} as they train", {many: 1}),
-        _part(times, ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
-    ]
-    doubt = ""
+    losses, others = _terms(trained)
+    found = [_part(times, *term) for term in others]
+    measured, doubt = next(p.sets for p in found if p.name == LOSS), ""
     if any(r.mechanism_only for r in records):
         doubt = MECHANISM_ONLY
-    elif 0 < measured.sets < stats.LEAST_SETS:
-        doubt = f"{phrases.plural(measured.sets, 'set')} only: a claim needs {stats.LEAST_SETS}"
-    slowest = "" if doubt else slowest_rank(alone)
-    parts = []
-    for name, how, counted in terms:
+    elif 0 < measured < stats.LEAST_SETS:
+        doubt = f"{phrases.plural(measured, 'set')} only: a claim needs {stats.LEAST_SETS}"
+    slowest, parts = "" if doubt else slowest_rank(alone), []
+    for name, how, counted in losses:
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
         # What needs the wait rests on a choice, of the slowest among the ranks.
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
@@ -190,37 +171,48 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
         family=trained.family.removesuffix(plan.LOST),
         batch=trained.config.global_batch_size,
         parts=tuple(parts),
-        others=tuple(others),
+        every={p.name: p for p in (*parts, _RANK_ZERO, *found)},
         doubt=doubt,
     )
 
 
-def _terms(many: str, n: int, *, cpu: bool) -> list[tuple[str, str, Times]]:
-    """Name each part of the loss of the ``n`` ranks called ``many``, how it is measured, and the seconds it counts."""
+Terms = list[tuple[str, str, Times]]
+"""Names, how each is measured, and the seconds that it counts."""
+
+
+def _terms(trained: RunRecord) -> tuple[Terms, Terms]:
+    """Return the parts of the loss of the ranks that ``trained``, and the other rows of the table."""
+    many, n, cpu = trained.label, trained.config.world_size, trained.config.device == "cpu"
+    ranks = phrases.plural(n, "rank" if cpu else "GPU")
     small = plan.ONE_SMALL_THREADS if cpu else plan.ONE_SMALL
     how = "one rank: its share of the threads against all of them"
-    threads = ("fewer threads for a rank", how, {plan.ONE_SMALL: -1, plan.ONE_SMALL_THREADS: 1})
+    threads: Times = {plan.ONE_SMALL: -1, plan.ONE_SMALL_THREADS: 1}
     loading = {many: 1, plan.READY_BATCHES: -1, plan.ONE_RANK: -1 / n, plan.ONE_OFF: 1 / n}
     batch = "one rank: its share of the batch against the whole batch, for equal images"
     shared = "shared memory and cores" if cpu else "shared host and buses"
     beside = "all ranks at once against one alone, nothing exchanged"
-    return [
+    losses: Terms = [
         ("exposed communication", "exchange of gradients switched off", {many: 1, plan.NO_EXCHANGE: -1}),
         ("waiting for data", "ready batches in place of the loader, less what one rank waits", loading),
         (STRAGGLER, "its own time against the others', nothing exchanged", {_WAIT: 1}),
         ("smaller batch of a rank", batch, {plan.ONE_SMALL: 1, plan.ONE_OFF: -1 / n}),
-        *([threads] if cpu else []),
+        *([("fewer threads for a rank", how, threads)] if cpu else []),
         (shared, beside, {plan.ALL_OFF: 1, _WAIT: -1, small: -1}),
     ]
-
-
-def _sum(*terms: Times) -> Times:
-    """Add up factors; a factor of 0 stays, since all must be measured."""
-    total: dict[str, float] = {}
-    for counted in terms:
-        for label, factor in counted.items():
-            total[label] = total.get(label, 0.0) + factor
-    return total
+    loss: Times = {many: 1, plan.ONE_RANK: -1 / n}
+    total, rest = dict[str, float](), dict(loss)  # a factor of 0 stays, since all must be measured
+    for label, factor in (item for *_, counted in losses for item in counted.items()):
+        total[label] = total.get(label, 0.0) + factor
+        rest[label] = rest.get(label, 0.0) - factor
+    others: Terms = [
+        (TOTAL, "", total),
+        (INTERACTION, "the loss less the sum", rest),
+        (LOSS, "measured less ideal", loss),
+        (IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
+        (MEASURED, f"{ranks} as they train", {many: 1}),
+        (ALL_OFF, f"{ranks}, all of these off together", {plan.ALL_OFF: 1}),
+    ]
+    return losses, others
 
 
 def _sets(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
@@ -236,7 +228,7 @@ def _sets(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
 def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     """Seconds of a step of each configuration: its ratio to the baseline, paired by turn, times the baseline's."""
     base = found[plan.ONE_OFF]
-    of_image = statistics.median(seconds_by_turn(base).values()) if seconds_by_turn(base) else math.nan
+    of_image = statistics.median(seconds_by_turn(base).values() or [math.nan])
     return {
         label: of_image * math.exp(-set_log_ratio(base, r)) * r.config.global_batch_size for label, r in found.items()
     }
@@ -251,7 +243,7 @@ def _part(times: Sequence[Times], name: str, how: str, counted: Times, choices: 
     mean, n, half = statistics.fmean(known), len(known), math.nan
     if n > 1:
         half = stats.t_quantile(n - 1, 1 - (1 - stats.LEVEL) / 2 / choices) * statistics.stdev(known) / math.sqrt(n)
-    return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=len(known))
+    return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=n)
 
 
 def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
@@ -275,7 +267,8 @@ def excess_shares(records: Sequence[RunRecord]) -> list[float]:
     """
     if len(records) < 2:
         return [math.nan] * len(records)
-    own, others, logs = _rank_seconds(records)
+    own, others = _rank_seconds(records)
+    logs = np.log(own / others)
     slowest = (logs.sum(axis=0) - logs).argmax(axis=1, keepdims=True)
     excess = np.take_along_axis(own - others, slowest, axis=1)[:, 0]
     return [float(share) for share in excess / own.max(axis=1)]
@@ -288,52 +281,46 @@ def slowest_rank(records: Sequence[RunRecord]) -> str:
     """
     if len(records) < stats.LEAST_SETS:
         return ""
-    logs = _rank_seconds(records)[-1]
+    logs = np.log(np.divide(*_rank_seconds(records)))
     rank = int(logs.mean(axis=0).argmax())
     found = stats.estimate(logs[:, rank])
-    slower = found.value > 1 and logs.shape[1] * found.p < 1 - stats.LEVEL
-    return f"rank {rank}{_place(rank, records)}" if slower else ""
+    if found.value <= 1 or logs.shape[1] * found.p >= 1 - stats.LEVEL:
+        return ""
+    places = {_place(rank, record) for record in records}
+    place = places.pop()[0] if len(places) == 1 else ""  # another in each set is none
+    return f"rank {rank} on {place}" if place else f"rank {rank}"
 
 
-def _rank_seconds(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Array, stats.Array]:
-    """Seconds of a step by set and rank, those of the others in the mean, and the logarithm of their ratio.
+def _place(rank: int, record: RunRecord) -> tuple[str, str]:
+    """Where a rank ran, such as "cuda:4 of host 2", and which host that is; empty where nobody knows."""
+    host_of = {seen["rank"]: seen["host"] for seen in record.witness.get("ranks") or [] if seen.get("host")}
+    device = next((own.device for own in record.ranks if own.rank == rank and own.device.startswith("cuda")), "")
+    if record.config.nodes == 1 or rank not in host_of:
+        return device, ""
+    host = f"host {1 + list(dict.fromkeys(host_of.values())).index(host_of[rank])}"
+    return " of ".join(filter(None, (device, host))), host_of[rank]
+
+
+def _rank_seconds(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Array]:
+    """Seconds of a step by set and rank, and those of the other ranks in the mean.
 
     A rank's own seconds are from the barrier before a window to its own end: the median over turns.
     """
-    turns = [[np.array(w.rank_seconds) / w.steps for w in r.windows] for r in records]
-    own = np.array([np.median(of_set, axis=0) for of_set in turns])
-    others = (own.sum(axis=1, keepdims=True) - own) / (own.shape[1] - 1)
-    return own, others, np.log(own / others)
+    own = np.array([np.median([np.array(w.rank_seconds) / w.steps for w in r.windows], axis=0) for r in records])
+    return own, (own.sum(axis=1, keepdims=True) - own) / (own.shape[1] - 1)
 
 
-def _place(rank: int, records: Sequence[RunRecord]) -> str:
-    """Such as " on cuda:4 of host 2", where it was the same in every set; else empty."""
-    hosts: dict[str, int] = {}
-    places = set()
-    for record in records:
-        host_of = {own["rank"]: own["host"] for own in record.witness.get("ranks") or [] if own.get("host")}
-        for host in host_of.values():
-            hosts.setdefault(host, len(hosts) + 1)
-        device = next((own.device for own in record.ranks if own.rank == rank), "")
-        words = [device] if device.startswith("cuda") else []
-        words += [f"host {hosts[host_of[rank]]}"] if rank in host_of and record.config.nodes > 1 else []
-        places.add(" of ".join(words))
-    return f" on {place}" if len(places) == 1 and (place := places.pop()) else ""
+# --- table -----------------------------------------------------------------------------------------------------------
 
 
-# --- table, figure ------------------------------------------------------------------------------------------
-
-
-def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
+def _milliseconds(split: Split, part: Part) -> str:
     """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
     if not part.known:
         return "not measured"
     step = 1e3 * (split[MEASURED] if split[MEASURED].known else split[ALL_OFF]).value
     digits = max(0, 2 - math.floor(math.log10(step))) if math.isfinite(step) else 2
-    value, low, high = (
-        f"{round(1e3 * x, digits) + 0.0:{'+' if sign else ''}.{digits}f}"  # a zero has no sign of its own
-        for x in (part.value, *part.ends)
-    )
+    ends = (round(1e3 * x, digits) + 0.0 for x in (part.value, *part.ends))  # a zero has no sign of its own
+    value, low, high = (f"{x:.{digits}f}" for x in ends)
     return f"{value} ms ({low} to {high})" if part.exists else f"{value} ms"
 
 
@@ -342,9 +329,8 @@ def table(found: Sequence[Split]) -> Table:
     rows = []
     for split in found:
         notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
-        for p in (*split.parts, _RANK_ZERO, *split.others):
-            shared = p is not _RANK_ZERO and (p not in split.others or p.name in (TOTAL, INTERACTION))
-            share = 100 * p.value / split[LOSS].value if shared and split.claimed and p.known else None
+        for p in split.every.values():
+            shared = split.claimed and p.known and (p in split.parts or p.name in (TOTAL, INTERACTION))
             gains = "a gain" if p.high < 0 and not split.doubt else "below zero: inconclusive"
             rows.append(
                 {
@@ -352,7 +338,7 @@ def table(found: Sequence[Split]) -> Table:
                     "Part": p.name,
                     "How it is measured": p.how,
                     "Time in a step": _milliseconds(split, p),
-                    "Share of the loss": phrases.DASH if share is None else f"{share:.0f} %",
+                    "Share of the loss": f"{100 * p.value / split[LOSS].value:.0f} %" if shared else phrases.DASH,
                     "Sets": str(p.sets) if p.sets else phrases.DASH,
                     "Note": notes.get(p.name, p.note) or (gains if p.value < 0 else ""),
                 }
@@ -364,37 +350,3 @@ def headline(found: Sequence[Split]) -> str:
     """Say what scaling was lost to, where one split is resolved and reliable; else ask."""
     parts = found[0].largest if len(found) == 1 and found[0].claimed and found[0].reliable else []
     return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
-
-
-def figure(study: Study) -> Figure | None:
-    """Ideal step, each part of the loss where the one before ends, and the measured step; None without any."""
-    panels, found = [], [split for split in splits(study) if split[INTERACTION].known]
-    for split in found:
-        shown = (split[IDEAL], *split.parts, split[INTERACTION], split[MEASURED])
-        doubt = f" ({split.doubt})" if split.doubt else ""
-        heading = f"{split.family}, batch {split.batch}{doubt}"
-        panels.append(Panel(heading=heading, rows=[_bar(split, p) for p in shown]))
-    if not panels:
-        return None
-    records = tuple(r for r in study.records if r.family.endswith(plan.LOST))
-    return bars(
-        panels,
-        title=headline(found),
-        context=phrases.context(replace(study, records=records), batch=False),
-        label="milliseconds for a batch",
-        steps=True,
-        note="Each part is what a step gains where it alone is switched off, with its 95 % interval over sets; the "
-        "interaction is what all together gain more or less. Ideal: one rank's time divided by the number of ranks. "
-        f"{MEANING}",
-    )
-
-
-def _bar(split: Split, p: Part) -> Row:
-    """A bar in milliseconds: a part has a colour where it is resolved."""
-    whole = p.name in (IDEAL, MEASURED)
-    colour = style.SOFT if whole else style.OPEN
-    if p in split.parts and p.resolved:
-        colour = style.BAD if p.value > 0 else style.GOOD
-    value, low, high = (1e3 * x for x in (p.value, *p.ends))
-    text = _milliseconds(split, p, sign=not whole)
-    return Row(name=p.name, value=value, low=low, high=high, colour=colour, text=text, whole=whole)

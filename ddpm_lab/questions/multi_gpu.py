@@ -153,8 +153,7 @@ def answer(study: Study) -> Answer:
     drawn = (
         ("speedup", "Speed-up and parallel efficiency against the number of ranks.", by_ranks),
         ("batch", "Time for 50,000 images against the batch size.", by_batch),
-        ("lost_scaling", "Where the lost scaling went, from the ideal step to the measured.", lost.figure),
-        ("machine", "Memory of each configuration's ranks, and what neighbours took.", over_the_run),
+        ("machine", "Memory of each configuration's ranks.", memory),
     )
     views = (
         *(View(caption=caption, name=name, figure=partial(draw, study)) for name, caption, draw in drawn),
@@ -294,36 +293,23 @@ def by_batch(study: Study) -> Figure | None:
     return lines(plots, title=title, context=phrases.context(study, batch=False), note=note) if plots else None
 
 
-_MACHINE = (
-    ("rss_bytes", 2**20, "Memory of the largest rank (resident set, RSS)", "MiB"),
-    ("allocated_bytes", 2**20, "GPU memory allocated by the largest rank", "MiB"),
-    ("gpu_clock_min_mhz", 1, "GPU clock, lowest", "MHz"),
-    ("gpu_power_watts", 1, "Power of a group's GPUs", "W"),
-)
-
-
-def over_the_run(study: Study) -> Figure | None:
-    """Memory, clock and power of each configuration in each turn; None for records that say nothing of it."""
-    found = [m for m in machine_state.moments(study) if m.record.windows and m.record.role != "twin"]
-    known = {name for name, *_ in _MACHINE if any(m.state.get(name) is not None for m in found)}
-    if "allocated_bytes" in known:
-        known.discard("rss_bytes")  # a GPU's own memory is what a configuration runs out of
-    plots = []
-    for name, size, heading, unit in _MACHINE:
-        runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for m in found:
-            if (value := m.state.get(name)) is not None:
-                runs.setdefault(m.record.label, {}).setdefault(m.record.set_id, []).append((m.turn, value / size))
-        series = []
-        for label, sets in runs.items():
-            xs, ys = zip(*(p for run in sets.values() for p in [*run, (math.nan, math.nan)]), strict=True)
-            series.append(Line(name=label, x=xs, y=ys, look=".-"))
-        if name in known:
-            label = "turn, counted over all sets"
-            plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, height=1.6))
-    title = "Memory over the run" if len(plots) == 1 else "Memory, clock and power over the run"
+def memory(study: Study) -> Figure | None:
+    """Memory of each configuration's largest rank in each turn: its GPU's, else of the host; None where unknown."""
+    moments = [m for m in machine_state.moments(study) if m.record.windows and m.record.role != "twin"]
+    name, what = "rss_bytes", "Memory of the largest rank (resident set, RSS)"
+    if any(m.state.get("allocated_bytes") is not None for m in moments):
+        name, what = "allocated_bytes", "GPU memory allocated by the largest rank"
+    runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for m in moments:
+        if (value := m.state.get(name)) is not None:
+            runs.setdefault(m.record.label, {}).setdefault(m.record.set_id, []).append((m.turn, value / 2**20))
+    series = []
+    for label, sets in runs.items():
+        xs, ys = zip(*(p for run in sets.values() for p in [*run, (math.nan, math.nan)]), strict=True)
+        series.append(Line(name=label, x=xs, y=ys, look=".-"))
+    plot = Plot(lines=series, heading=what, x_label="turn, counted over all sets", y_label="MiB", height=1.6)
     note = "One window of every configuration is a turn. Each set has new processes, so lines begin anew."
-    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None
+    return lines([plot], title="Memory over the run", context=phrases.context(study), note=note) if series else None
 
 
 # --- one rank or several ----------------------------------------------------------------------------------------------

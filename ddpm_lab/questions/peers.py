@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import findings, machine_state, phrases, stats
-from ddpm_lab.explain.answer import MEANING, Answer, View, band, speed_table, speeds
-from ddpm_lab.explain.answer import row as ratio_row
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.style import Panel
+from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, common_notes, compared, plain
 from ddpm_lab.explain.selection import Study, rank_zero
@@ -26,9 +22,6 @@ from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Exper
 from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.training.peers:diffusers"
@@ -221,27 +214,33 @@ def _limits(ours: RunConfig, name: str) -> Family:
 
 def answer(study: Study) -> Answer:
     """Compare this trainer with others, lever by lever, and with the limits of the machine."""
-    found, base = _finding(study), this_trainer(study)
-    shown = speeds(study, found)
-    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
-    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
+    found, base, others = _finding(study), this_trainer(study), other_trainers(study)
+    rivals = replace(study, records=tuple(r for r in study.records if _is_rival(r.family))) if others else study
+    put_back = replace(study, records=tuple(r for r in study.records if r.family.endswith(LEVERS)))
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
+    title = "What each setting of the trainer is worth here"
+    levers = speeds(put_back, replace(found, headline=title), rows=rows)
+    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
+    drawn = levers.figure if any(r.sets for r in rows) else None
+    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
     views = (
-        View(caption=worth, name="levers", figure=lambda: levers_figure(study), table=lambda: speed_table(study, rows)),
+        View(caption=worth, name="levers", figure=drawn, table=lambda: speed_table(study, rows)),
         View(caption=parts, table=lambda: limits.table(study, base)),
         *trained_views(study),
     )
-    return replace(shown, figure=lambda: figure(study, shown), table=lambda: table(study), views=views)
+    shown = speeds(rivals, found, rows=others or None, views=views)
+    return replace(shown, study=study, table=lambda: table(study))
 
 
 def _finding(study: Study) -> Finding:
-    measured = [r for r in other_trainers(study) if _is_peer(r)]
+    measured = [r for r in other_trainers(study) if r.sets and _trains_as_it_is(r.family)]
     if not measured:
         peaks = limits.peaks(study)
         if peaks and all(r.family.startswith(LIMITS) for r in comparisons(study)):
             headline = f"Peaks of this machine: {peaks}"
             return replace(plain(study, headline, ANSWERED, *machine_state.warnings(study)), verdict="measured")
-        return compared(study, keep=lambda r: _is_rival(r.family))
+        asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
+        return compared(study, keep=lambda r: _is_rival(r.family) is asked)
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
@@ -256,12 +255,16 @@ def other_trainers(study: Study) -> list[Comparison]:
 
 
 def _turned(row: Comparison) -> Comparison:
-    """A row as this trainer beside it; one without a speed as it is."""
-    if not row.sets:
-        return row
+    """A row as this trainer beside it."""
     verdicts = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
-    turned = replace(row, ratio=row.ratio.inverse, noise=row.noise.inverse, logs=tuple((s, -v) for s, v in row.logs))
-    return replace(turned, verdict=verdicts.get(row.verdict, row.verdict))
+    return replace(
+        row,
+        baseline_label="the other",
+        ratio=row.ratio.inverse,
+        noise=row.noise.inverse,
+        logs=tuple((s, -v) for s, v in row.logs),
+        verdict=verdicts.get(row.verdict, row.verdict),
+    )
 
 
 def this_trainer(study: Study) -> Comparison | None:
@@ -279,10 +282,6 @@ def _is_rival(family: str) -> bool:
 def _trains_as_it_is(family: str) -> bool:
     """Whether a family compares training as both sides do it best: neither fp32 alone, nor sampling."""
     return _is_rival(family) and not family.endswith((BOTH_FP32, plan.SAMPLING))
-
-
-def _is_peer(row: Comparison) -> bool:
-    return bool(row.sets) and _trains_as_it_is(row.family)
 
 
 def _evidence(study: Study) -> str:
@@ -316,57 +315,3 @@ def table(study: Study) -> Table:
 
     cells = speed_table(study, shown, columns)
     return [{"This trainer is" if name == "Speed" else name: cell for name, cell in row.items()} for row in cells]
-
-
-def figure(study: Study, usual: Answer) -> Figure:
-    """One row for each other trainer and how it was set: how many times as fast this one is; without any the usual.
-
-    What was measured in fp32 alone, in sampling, or with another network or batch stands in the table.
-    """
-    rows, own = [r for r in other_trainers(study) if r.sets], this_trainer(study)
-    if not rows:
-        return usual.figure()
-    mine = [r for r in rows if _is_peer(r) and own is not None and r.baseline_id == own.run_id] or rows
-    panels: dict[str, list[Comparison]] = {}
-    # As it comes, in this trainer's formats, and with all that its users could change.
-    for r in sorted(mine, key=lambda r: (TUNED in r.label, FORMATS in r.label, -r.ratio.value)):
-        panels.setdefault(re.split(f"{FORMATS}|{TUNED}|, ", r.label)[0], []).append(r)
-    others = phrases.plural(len(rows) - len(mine), "other comparison")
-    return forest(
-        [
-            Panel(
-                heading=name,
-                rows=[ratio_row(r, r.label.removeprefix(name).removeprefix(", ") or "as it comes") for r in found],
-                reference=1,
-                band=band(found),
-            )
-            for name, found in panels.items()
-        ],
-        title=usual.finding.headline,
-        context=phrases.context(_of_baselines(study, mine)),
-        note=f"Time of the other trainer for equal images divided by this one's, with 95 % interval over sets; dots: "
-        f"single sets; band: this trainer repeated. Blue: this trainer is faster; orange: slower; grey: no difference "
-        f"found. Quality is not measured. {f'The table has {others}.' if len(rows) > len(mine) else ''}",
-        label="this trainer is so many times as fast",
-    )
-
-
-def levers_figure(study: Study) -> Figure | None:
-    """One row for each setting put back alone: how fast the trainer then is; None where none is measured."""
-    levers = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role == "candidate" and r.sets]
-    if not levers:
-        return None
-    return forest(
-        [Panel(rows=[*map(ratio_row, sorted(levers, key=lambda r: r.ratio.value))], reference=1, band=band(levers))],
-        title="What each setting of the trainer is worth here",
-        context=phrases.context(_of_baselines(study, levers)),
-        note="Each setting put back alone: below 1 the trainer's default is faster. Geometric mean and 95 % interval "
-        f"over sets; band: the baseline repeated. {MEANING}",
-        label="speed relative to the default settings",
-    )
-
-
-def _of_baselines(study: Study, rows: Sequence[Comparison]) -> Study:
-    """The study of the families that rows belong to: what is said beside them is of these alone."""
-    wanted = {(r.baseline_id, r.family) for r in rows}
-    return replace(study, records=tuple(r for r in study.records if (r.baseline_id, r.family) in wanted))

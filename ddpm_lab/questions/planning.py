@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +45,7 @@ from ddpm_lab.training.setting import (
     code_of,
     look_at,
     usual_device,
+    usual_settings,
     with_own,
 )
 
@@ -238,7 +240,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     exact = target.exact or smoke
     target = replace(target, exact=exact, further=asked.further, cold_compiles=scope.cold_compiles)
     instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
-    experiment, instrument = _experiment(name, asked, instrument, ledger, target)
+    experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     if name in STAGES:  # these get the time that a search leaves, and its cores
         return Planned(campaign=campaign, output=output, progress=progress)
@@ -317,7 +319,7 @@ def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
 
 
 def _experiment(
-    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target
+    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target, *, progress: Progress
 ) -> tuple[Experiment, Instrument]:
     """The experiment with its images prepared, and the instrument, which then knows images and code."""
     device, most, own = usual_device(asked.device), instrument.usable_cores, asked.workload is not None
@@ -351,10 +353,36 @@ def _experiment(
             if name == "peers" and device == "cpu" and asked.preset != "smoke" and target.seconds != 0:
                 formats = _formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
                 setup = replace(setup, formats=formats)
+            if name == "bottleneck":
+                probing = asked.preset != "smoke" and target.seconds != 0
+                grid |= _trained_with(setup, grid, output_folder(asked.output_dir), progress, probing=probing)
         parts.append(ask(name, setup, **grid))
     rows = ("families", "left_out", "profiles", "trials", "checks")  # of the rest a question has only one
     every: dict[str, Any] = {row: tuple(one for part in parts for one in getattr(part, row)) for row in rows}
     return replace(parts[0], **every), replace(instrument, data_name=setup.images.name)
+
+
+def _trained_with(
+    setup: Setup, given: Mapping[str, Any], output: Path, progress: Progress, *, probing: bool
+) -> dict[str, Any]:
+    """The settings that ``given`` leaves open, as ``train`` chooses them here."""
+    usual = {name: value for name, value in usual_settings(setup.device).items() if name not in given}
+    if given.get("compile", "off") != "off" or not given.get("channels_last", True):
+        usual.pop("kernels", None)  # fused kernels work eagerly and in channels-last alone
+    config = replace(ask("bottleneck", setup, **given, **usual).profiles[0][2], purpose="timing")
+    found, why = probe.fastest(
+        config,
+        given.keys(),
+        steps=sys.maxsize,
+        threads=config.rank_threads(setup.usable_cores),
+        output=output,
+        folder=output,
+        probing=probing,
+        progress=progress,
+    )
+    if why:
+        progress.stay(why)
+    return {name: getattr(found, name) for name in usual}
 
 
 def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> dict[str, dict[str, Any]]:

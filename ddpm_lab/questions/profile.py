@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, View
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 QUESTION = Question(title="Where does the time of a training step go?", file="01_profile")
 
 _DRAWN_OPERATORS = 10
-RESIDUAL = "in no phase"
 _COLOURS = dict(zip((budget.COMPUTE, budget.IO, budget.TRANSFER, budget.OTHER), style.SERIES, strict=False))
 _SHOWN = 0.0005
 """Smaller phases are named in the note."""
@@ -54,10 +52,10 @@ def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
     record = budget.latest_profile(study.records)
     if record is None:
-        return _shown(study, _nothing(study))
+        return _without_profile(study, _why_none(study))
     taken, known, unseen = budget.budget(record), budget.operators(record), budget.unseen(record)
     if taken is None and not known:
-        return _shown(study, plain(study, "The profile holds no operator time", FAILED))
+        return _without_profile(study, plain(study, "The profile holds no operator time", FAILED))
     context = phrases.context(replace(study, records=(record,)))
 
     def drawn() -> Figure:
@@ -73,23 +71,23 @@ def answer(study: Study) -> Answer:
         View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
         View(caption="The operators in numbers.", table=lambda: operators_table(record)),
     )
-    where = f"{context}{style.SEPARATOR}{record.label}"
+    where = style.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
+    where += f"{style.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
     return Answer(
         study=study,
         finding=replace(found, verdict=verdict),
-        figure=lambda: _budget_figure(taken, where, record.mechanism_only),
+        figure=lambda: _budget_figure(taken, where),
         table=lambda: budget.table(taken),
         views=views if known else (),
     )
 
 
-def _shown(study: Study, found: Finding) -> Answer:
-    """An answer without a profile: why there is none."""
+def _without_profile(study: Study, found: Finding) -> Answer:
     message = partial(style.message, found.headline, phrases.context(study), found.claim)
     return Answer(study=study, finding=found, figure=message, table=lambda: [])
 
 
-def _nothing(study: Study) -> Finding:
+def _why_none(study: Study) -> Finding:
     failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
     if failed is None:
         return compared(replace(study, records=()))
@@ -122,14 +120,9 @@ def _steps(record: RunRecord) -> int:
     return max(1, int((record.profile or {}).get("steps", 1)))
 
 
-def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:
-    """A step as it runs, that of the rank that waits most, and with each phase waited for where that differs."""
-    whose = f"Rank {found.rank}, the slowest, as" if found.others else "As"
-    shown = [_panel(f"{whose} training runs", found.running, _beside(found))]
-    if found.others:
-        rank = max(found.others, key=lambda r: found.others[r].phases.get("communication", 0.0))
-        most = ", which waits most" if len(found.others) > 1 else ""
-        shown.append(_panel(f"Rank {rank}{most}, as training runs", found.others[rank]))
+def _budget_figure(found: Budget, context: str) -> Figure:
+    """A step as it runs, of several ranks the slowest one's; and with each phase waited for, where that differs."""
+    shown = [_panel(f"{f'Rank {found.rank}, the slowest, as' if found.others else 'As'} training runs", found.running)]
     if found.others or found.on_device:
         what = "the device" if found.on_device else "communication"
         shown.append(_panel(f"Waiting for {what} at the end of each phase", found.waiting))
@@ -141,8 +134,7 @@ def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:
     return bars(
         shown,
         title=budget.headline(found),
-        context=f"{context}{style.SEPARATOR}{phrases.plural(found.steps, 'step')}"
-        f"{f'{style.SEPARATOR}{MECHANISM_ONLY}' * mechanism_only}",
+        context=context,
         label="milliseconds since the step began",
         note=note + (f" {found.disturbance}." if found.disturbance else ""),
         names={kind: colour for kind, colour in _COLOURS.items() if kind in kinds},
@@ -150,31 +142,18 @@ def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:
     )
 
 
-def _panel(heading: str, line: Line, beside: Sequence[tuple[str, float]] = ()) -> Panel:
-    rows, at, end = [], 0.0, 0.0
-    for name, seconds in line.phases.items():
-        at += 1e3 * max(0.0, seconds)
-        end = at if name == "backward" else end
-        if line.share(name) >= _SHOWN:
-            rows.append(_row(budget.LONG.get(name, name), seconds, line, colour=_COLOURS[budget.class_of(name)]))
-    rows.append(_row(RESIDUAL, line.residual_seconds, line, colour=style.FAINT))
-    stop = end or at  # most of it runs beside the backward pass, and is drawn up to its end
-    for name, seconds in beside:
-        words = f"{'loading' if name == 'data' else name}, beside computing"
-        values = {"start": max(0.0, stop - 1e3 * seconds), "value": stop, "whole": True}
-        rows.append(_row(words, seconds, line, colour=_COLOURS[budget.class_of(name)], **values))
+def _panel(heading: str, line: Line) -> Panel:
+    phases = [(n, s, _COLOURS[budget.class_of(n)]) for n, s in line.phases.items() if line.share(n) >= _SHOWN]
+    rows = [
+        Row(
+            name=budget.LONG.get(name, name),
+            value=1e3 * max(0.0, seconds),
+            colour=colour,
+            text=f"{budget.percent(seconds / line.step_seconds)}, {phrases.seconds(max(0.0, seconds))}",
+        )
+        for name, seconds, colour in [*phases, ("in no phase", line.residual_seconds, style.FAINT)]
+    ]
     return Panel(heading=f"{heading}: {phrases.seconds(line.step_seconds)} a step", rows=rows)
-
-
-def _row(name: str, seconds: float, line: Line, **values: Any) -> Row:
-    text = f"{budget.percent(seconds / line.step_seconds)}, {phrases.seconds(max(0.0, seconds))}"
-    return Row(**{"name": name, "value": 1e3 * max(0.0, seconds), "text": text, **values})
-
-
-def _beside(found: Budget) -> list[tuple[str, float]]:
-    """What ran beside the phases, by name, and for how long beside computing."""
-    least = 0.005 * found.running.step_seconds
-    return [(name, both) for name, (_, both) in found.beside.items() if name != budget.WORKERS and both > least]
 
 
 def _operators_figure(context: str, record: RunRecord) -> Figure:

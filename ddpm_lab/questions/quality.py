@@ -24,7 +24,7 @@ from ddpm_lab.explain.charts.style import Panel
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, unsound, untrained
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial, scaled
+from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
 from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
@@ -72,23 +72,20 @@ def quality(
         choice("candidates", name, known)
     usual = _SMOKE if setup.preset == "smoke" else tuple(known)
     rows = tuple((name, known[name]) for name in known if name in (usual if candidates is None else candidates))
-    amount = _images(setup, images, [base, *(config for _, config in rows)])
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
+    trials = _trials(family, setup, count, images)
     fid = _fid(setup, inception, fid_images)
-    draws = _DRAWS[setup.preset]
-    trials = []
-    for i in range(count):
-        for label, config in (("fp32", base), *rows):
-            made = trial(family, label, config, setup.seed + i, images=amount, draws=draws, draw=not i)
-            trials.append(replace(made, fid=None if i else fid))
-    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=_checks_of(family, base, rows))
+    trials = [replace(t, fid=fid) if t.draw else t for t in trials]
+    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=tuple(_checks(family)))
 
 
-def _checks_of(family: Family, base: RunConfig, rows: Sequence[tuple[str, RunConfig]]) -> tuple[Trial, ...]:
-    """Checks of loss and gradient: of the rows that are more than ``base`` with another optimizer or batch."""
+def _checks(family: Family) -> list[Trial]:
+    """Checks of loss and gradient: of what learns something else than the baseline by more than optimizer or batch."""
+    base = _tried(family.baseline)
     usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
-    others = [(label, replace(c, purpose="check", workload=CHECK)) for label, c in rows if replace(c, **usual) != base]
-    return tuple(Trial(family=family.name, label=label, baseline=family.baseline, config=c) for label, c in others)
+    tried = [(label, _tried(config)) for label, config in ([] if base.is_own else _learners(family))]
+    others = [(label, replace(c, purpose="check", workload=CHECK)) for label, c in tried if replace(c, **usual) != base]
+    return [Trial(family=family.name, label=label, baseline=family.baseline, config=c) for label, c in others]
 
 
 _SMOKE = ("bf16", "2 micro-batches")
@@ -159,12 +156,7 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
     tried = [f for f in experiment.families if count and _rows(f)]
     found = [t for f in tried for t in _trials(f, setup, count, images)]
-    checks = [
-        check
-        for f in tried
-        if not f.baseline.is_own
-        for check in _checks_of(f, _tried(f.baseline), [(label, _tried(config)) for label, config in _learners(f)])
-    ]
+    checks = [check for f in tried for check in _checks(f)]
     others = [config for f in experiment.families for _, config in f.candidates]
     if seeds and others and not any(map(_trains, others)):
         raise ConfigError(
@@ -195,26 +187,21 @@ def _learned(config: RunConfig) -> RunConfig:
 
 
 def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:
-    """Trials of a family's baseline and of the candidates that are this trainer.
+    """Trials of a family's baseline and of the candidates that are this trainer, on equally many images.
 
-    Batches of several sizes are trained on equally many images; larger ones besides, and last, with a learning rate
-    that grows as they do. What differs in its loader alone, or in how two ranks exchange the same gradients, is trained
-    for a few steps: it must learn the very same.
+    What differs in its loader alone, or in how two ranks exchange the same gradients, is trained for a few steps: it
+    must learn the very same.
     """
-    rows = _rows(family)
-    base = _tried(family.baseline)
+    rows, learners, base = _rows(family), _learners(family), _tried(family.baseline)
     amount = _images(setup, images, [base, *(config for _, config in rows)])
-    learners = _learners(family)
-    lead = [(family.baseline_label, family.baseline)] if learners else []
-    equal = [(label, _tried(config), config) for label, config in (*lead, *learners)]
-    draws = 1 if base.is_own else _DRAWS[setup.preset]  # how much it looks at is the user's affair
-    larger = [row for row in equal if row[1].global_batch_size > base.global_batch_size]
-    again = [(f"{label}, scaled learning rate", scaled(config, base), timed) for label, config, timed in larger]
-    found = []
-    for part in (equal, again):
-        for i in range(seeds):
-            how: dict[str, Any] = {"images": amount, "draws": draws, "draw": not (i or base.is_own)}
-            found += [trial(family, label, c, setup.seed + i, timed=timed, **how) for label, c, timed in part]
+    both = [(family.baseline_label, family.baseline), *learners] if learners else []
+    # How much a training of the user's looks at is the user's affair.
+    how: dict[str, Any] = {"images": amount, "draws": 1 if base.is_own else _DRAWS[setup.preset]}
+    found = [
+        trial(family, label, _tried(config), setup.seed + i, timed=config, draw=not (i or base.is_own), **how)
+        for i in range(seeds)
+        for label, config in both
+    ]
     loaders = tuple(row for row in rows if row not in learners and not base.is_own)
     return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
 
@@ -272,20 +259,24 @@ def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
     family = _family(study)
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
-    shown = speeds(study, found)
-    caption = "What each setting draws from the same noise."
-    views = (
-        _curves(study, [family] if trained.images_of(family) else []),
-        View(caption=caption, name="samples", figure=lambda: samples_figure(study)),
-        _checks(study),
-    )
-    fid = bool(_fids(family))
+    shown, curves = speeds(study, found), [family] if trained.images_of(family) else []
+    samples = "What each setting draws from the same noise."
     return replace(
         shown,
         figure=lambda: _figure(study, family, shown),
-        table=lambda: trained.loss_table(family, fid=fid),
-        views=views,
+        table=lambda: trained.loss_table(family, fid=bool(_fids(family))),
+        views=(_curves(study, curves), View(caption=samples, name="samples", figure=lambda: samples_figure(study))),
     )
+
+
+def trained_views(study: Study) -> tuple[View, ...]:
+    """Return what the configurations of a question about speed have learned, where they were trained."""
+    return (_curves(study, trained.families(study)),)
+
+
+def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
+    caption = "Held-out and training loss on the way, all settings overlaid."
+    return View(caption=caption, name="curves", figure=lambda: trained.curves(study, families))
 
 
 def _family(study: Study) -> list[Comparison]:
@@ -306,23 +297,6 @@ def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
     tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
     status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
     return replace(found, verdict=lead.equivalence.verdict, status=status)
-
-
-def trained_views(study: Study) -> tuple[View, ...]:
-    """Return what the configurations of a question about speed have learned, where they were trained."""
-    caption = "Final held-out loss less the baseline's, with the margin."
-    losses = View(caption=caption, name="quality", figure=lambda: trained.differences(study))
-    return (losses, _curves(study, trained.families(study)), _checks(study))
-
-
-def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
-    caption = "Held-out and training loss on the way, all settings overlaid."
-    return View(caption=caption, name="curves", figure=lambda: trained.curves(study, families))
-
-
-def _checks(study: Study) -> View:
-    caption = "Loss and gradient of a step against fp32 on the same batch."
-    return View(caption=caption, table=lambda: trained.check_table(study))
 
 
 def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -416,17 +390,14 @@ def samples_figure(study: Study) -> Figure | None:
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
     """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
     family, found = _family(study), []
-    drew = [r for row in family[:1] for r in trained.trials_of(family, row) if trained.drawn(r)]
-    how = {k: v for k, v in trained.drawn(drew[0]).items() if k != "png"} if drew else {}
-    for row in family if drew else ():
-        verdict = "baseline" if row.role == "baseline" else row.equivalence.verdict
-        for record in trained.trials_of(family, row):
-            # Equal numbers, seed and sampler, and so equal noise.
-            if {k: v for k, v in trained.drawn(record).items() if k != "png"} == how:
-                fid = trained.fid_of([record])
-                words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
-                words += [f"FID {trained.fid_words(fid)}"] if fid else []
-                found.append((f"{row.label}: {', '.join(words)}", record))
+    drew = [(row, r) for row in family for r in trained.trials_of(family, row) if trained.drawn(r)]
+    for row, record in drew if drew and drew[0][0].role == "baseline" else ():
+        mine, theirs = trained.drawn(record), trained.drawn(drew[0][1])
+        if {**mine, "png": ""} == {**theirs, "png": ""}:  # equal numbers, seed and sampler, and so equal noise
+            fid, verdict = trained.fid_of([record]), row.equivalence.verdict if row.role != "baseline" else row.role
+            words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
+            words += [f"FID {trained.fid_words(fid)}"] if fid else []
+            found.append((f"{row.label}: {', '.join(words)}", record))
     return found
 
 

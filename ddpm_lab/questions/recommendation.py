@@ -30,7 +30,6 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.files import NOT_IN_FILES, settings_text
 from ddpm_lab.plan import SEARCH, Cell, Question, Space
 from ddpm_lab.questions import changes
-from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.changes import GOOD, OPEN
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord
@@ -324,8 +323,7 @@ def answer(study: Study) -> Answer:
     searched, rows = recommendation(study), changes.measured(study)
     found = of_all = _of_changes(study, rows)
     figure, table = lambda: _changes_figure(study, rows, of_all), lambda: changes.table(_changes(study, rows))
-    largest = "The largest batch that fits, and the speed and memory of each size."
-    views = [View(caption=largest, name="batch_size", figure=lambda: batch_sizes(study))]
+    views = list[View]()
     if searched:
         tried = "What the search tried; what trials call worse is not chosen."
         views.append(View(caption=tried, table=lambda: tried_table(searched)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import phrases
@@ -14,9 +12,9 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LIMITS
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-NEEDED = ("convolution", "matrix product")
-"""Kinds of work that no fusing removes."""
 OPTIMIZER = "optimizer"
+NEEDED = ("convolution", "matrix product", OPTIMIZER)
+"""Kinds of work that no fusing removes."""
 OPTIMIZER_BYTES = 28
 """Of each weight in a step of Adam: weight and two moments read and written, the gradient read, four bytes each."""
 
@@ -32,11 +30,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Peaks of the machine (per second), the parts of a step, and what an image really takes."""
+    """The machine's peak (FLOP/s in ``precision``), the parts of a step, and what an image really takes."""
 
     precision: str
     flops: float
-    bandwidth: float
     parts: tuple[Part, ...]
     measured_seconds: float
 
@@ -51,7 +48,7 @@ class Roofline:
 
         Caches can make the least time too long.
         """
-        least = sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
+        least = sum(p.seconds for p in self.parts if p.kind in NEEDED)
         return max(1.0, self.measured_seconds / least)
 
 
@@ -63,44 +60,50 @@ def roofline(study: Study, own: Comparison | None) -> Roofline | None:
     """
     if own is None or own.config.workload != DDPM:
         return None
-    peaks, work, precision = _peaks(study, own.config), _work(study, own.config), own.config.precision
-    if not {"bandwidth", "fp32", precision} <= peaks.keys() or not work:
+    known, work, precision = _peaks(study, own.config), _work(study, own.config), own.config.precision
+    if not {"bandwidth", "fp32", precision} <= known.keys() or not work:
         return None
-    flops, bandwidth, parts = peaks[precision], peaks["bandwidth"], []
-    for name, of in work.items():
-        kind, flop, size = name, of.get("flop", 0.0), BYTES[precision] * of["elements"]
-        if name == "weights":
-            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch
-        parts.append(Part(kind, flop, max(flop / flops, size / bandwidth)))
-    line = Roofline(
-        precision=precision,
-        flops=flops,
-        bandwidth=bandwidth,
-        parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
-        measured_seconds=own.step_seconds / own.batch,
-    )
+    parts = []
+    for kind, of in work.items():
+        flop, size = of.get("flop", 0.0), BYTES[precision] * of["elements"]
+        if kind == "weights":
+            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch  # noqa: PLW2901
+        parts.append(Part(kind, flop, max(flop / known[precision], size / known["bandwidth"])))
+    parts.sort(key=lambda p: -p.seconds)
+    seconds = own.step_seconds / own.batch
+    line = Roofline(precision=precision, flops=known[precision], parts=tuple(parts), measured_seconds=seconds)
     return line if line.flop_share <= 1 else None
 
 
 def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
     found: dict[str, float] = {}
+    witnessed = {r.run_id: seen for r in study.records if (seen := rank_zero(r))}
     for row in comparisons(study):
-        if not row.family.startswith(LIMITS) or not row.sets or row.role == "twin" or not _alike(row.config, config):
-            continue
-        seen = _seen(study, lambda c: c.run_id == row.run_id)  # noqa: B023
-        if seen.get("flop"):
-            precision, speed = row.config.precision, seen["flop"] / row.step_seconds
-            found[precision] = max(found.get(precision, 0.0), speed)
-        elif seen.get("bytes"):
-            found["bandwidth"] = seen["bytes"] / row.step_seconds
+        if row.family.startswith(LIMITS) and row.sets and row.role != "twin" and _alike(row.config, config):
+            seen = witnessed.get(row.run_id, {})
+            if seen.get("flop"):
+                precision, speed = row.config.precision, seen["flop"] / row.step_seconds
+                found[precision] = max(found.get(precision, 0.0), speed)
+            elif seen.get("bytes"):
+                found["bandwidth"] = seen["bytes"] / row.step_seconds
     return found
 
 
-def _seen(study: Study, of: Callable[[RunConfig], bool], key: str = "") -> dict[str, Any]:
-    """The last that rank 0 of any such configuration witnessed, or of it a ``key``; empty without."""
-    found = (rank_zero(r) for r in reversed(study.records) if of(r.config))
-    return next((value for seen in found if (value := seen.get(key) if key else seen)), {})
+def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
+    """FLOP and elements of an image by kind of work, as rank 0 counted them last; empty where it did not."""
+    counted = (rank_zero(r).get("work") for r in reversed(study.records) if _alike(r.config, config))
+    return next(filter(None, counted), {})
+
+
+def _alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether what was measured of one says something of the other: the same network, image size and device."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("network", "image_size", "device"))
+
+
+def flop_per_image(study: Study, config: RunConfig) -> float | None:
+    """FLOP of forward and backward for an image by the network of ``config``, or None where it was not counted."""
+    return sum(part["flop"] for part in _work(study, config).values()) or None
 
 
 def table(study: Study, own: Comparison | None) -> Table:
@@ -120,20 +123,6 @@ def peaks(study: Study) -> str:
     told = [f"{phrases.significant(found[name] / 1e9)} GFLOP/s in {name}" for name in sorted(found)]
     told += [f"{phrases.significant(copied / 1e9)} GB/s in a copy"] if copied else []
     return phrases.joined(told)
-
-
-def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
-    return _seen(study, lambda c: _alike(c, config), "work")
-
-
-def _alike(one: RunConfig, other: RunConfig) -> bool:
-    """Whether what was measured of one says something of the other: the same network, image size and device."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("network", "image_size", "device"))
-
-
-def flop_per_image(study: Study, config: RunConfig) -> float | None:
-    """FLOP of forward and backward for an image by the network of ``config``, or None where it was not counted."""
-    return sum(part["flop"] for part in _work(study, config).values()) or None
 
 
 def sentence(study: Study, own: Comparison | None) -> str:

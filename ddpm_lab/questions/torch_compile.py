@@ -64,9 +64,8 @@ def answer(study: Study) -> Answer:
 
     def columns(row: Comparison) -> dict[str, str]:
         cost, compiled = break_even(study, row), bool(row.sets) and row.role == "candidate"
-        known = compiled and not math.isnan(cost.cold_seconds)
         return {
-            "Compile, cold": phrases.seconds(cost.cold_seconds) if known else phrases.DASH,
+            "Compile, cold": phrases.seconds(cost.compile.value) if compiled and cost.compile.sets else phrases.DASH,
             "Pays off": pays_off(cost, row) if compiled else phrases.DASH,
         }
 
@@ -78,52 +77,27 @@ def answer(study: Study) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Seconds of a cold compile, over so many ``measurements``, and the steps that earn them back.
+    """Seconds of a cold ``compile``, and the ``steps`` that earn them back; infinite: never, at this speed.
 
-    The interval of the cost is NaN for one measurement; that of the steps then follows from that of the ratio alone.
-    Infinite steps: never, at this speed.
+    The geometric mean of one measurement has no interval; that of the steps then follows from the ratio's alone.
     """
 
-    cost: stats.Estimate
-    measurements: int
-    steps: float
-    steps_low: float
-    steps_high: float
-
-    @property
-    def cold_seconds(self) -> float:
-        """Geometric mean of the measurements; NaN without any."""
-        return self.cost.value
+    compile: stats.Estimate
+    steps: stats.Interval
 
 
 def break_even(study: Study, row: Comparison) -> BreakEven:
     """Return the break-even of one compiled configuration."""
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
-    cold = [r.stages["compile"] for r in ok if "compile" in r.stages]
-    cost, step = stats.estimate(np.log(cold)), row.step_seconds * row.ratio.value
+    cost = stats.estimate(np.log([r.stages["compile"] for r in ok if "compile" in r.stages]))
+    step = row.step_seconds * row.ratio.value
     saved, saved_low, saved_high = (step * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
-    ends = (math.inf, math.inf) if cold and not math.isnan(saved_low) else (math.nan, math.nan)
-    if saved > 0 and ends == (math.inf, math.inf):
-        ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
+    low = high = math.inf if cost.sets and not math.isnan(saved_low) else math.nan
+    if saved > 0 and math.isinf(low):
+        low, high = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
     known = not math.isnan(cost.value + saved)
     steps = math.nan if not known else cost.value / saved if saved > 0 else math.inf
-    return BreakEven(cost=cost, measurements=len(cold), steps=steps, steps_low=ends[0], steps_high=ends[1])
-
-
-_COUNTERS = {
-    "compiled_frames": "compiled frame",
-    "graphs": "graph",
-    "graph_breaks": "graph break",
-    "recompiles": "recompile",
-}
-
-
-def counters(study: Study, run_id: str) -> str:
-    """What a configuration's last witness counted: "1 compiled frame, 1 graph, 0 graph breaks and 0 recompiles"."""
-    ranks = [rank for r in study.records if r.run_id == run_id for rank in r.witness.get("ranks", ())]
-    counted = [rank for rank in ranks if _COUNTERS.keys() <= rank.keys()]
-    found = [phrases.plural(int(counted[-1][key]), noun) for key, noun in _COUNTERS.items()] if counted else []
-    return phrases.joined(found)
+    return BreakEven(compile=cost, steps=stats.Interval(value=steps, low=low, high=high))
 
 
 def pays_off(found: BreakEven, row: Comparison) -> str:
@@ -132,25 +106,34 @@ def pays_off(found: BreakEven, row: Comparison) -> str:
         return "never, at this speed"
     if row.verdict != stats.FASTER:
         return stats.INCONCLUSIVE
-    if math.isnan(found.steps):
+    if math.isnan(found.steps.value):
         return "unknown"
-    few, many = (phrases.significant(v) for v in (found.steps_low, found.steps_high))
-    between = f"{few} or more" if math.isinf(found.steps_high) else f"{few} to {many}"
-    return f"after {phrases.plural(phrases.significant(found.steps), 'step')} ({between})"
+    steps, few, many = (phrases.significant(v) for v in (found.steps.value, *found.steps.ends))
+    between = f"{few} or more" if math.isinf(found.steps.high) else f"{few} to {many}"
+    return f"after {phrases.plural(steps, 'step')} ({between})"
 
 
 def sentence(study: Study, row: Comparison) -> str:
     """Return cost and break-even of a compiled configuration, and what its witness counted."""
     found = break_even(study, row)
-    if math.isnan(found.cold_seconds):
+    if not found.compile.sets:
         return "The cost of a cold compile was not measured."
-    measured = phrases.plural(found.measurements, "measurement")
-    text = f"Compiling takes {phrases.seconds(found.cold_seconds)} with an empty cache ({measured})"
-    alone = found.measurements == 1 and row.verdict == stats.FASTER and not math.isnan(found.steps)
+    measured = phrases.plural(found.compile.sets, "measurement")
+    text = f"Compiling takes {phrases.seconds(found.compile.value)} with an empty cache ({measured})"
+    alone = found.compile.sets == 1 and row.verdict == stats.FASTER
     pays = f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
     text += pays if row.resolved else "; whether it pays off is not known yet."
     witnessed = counters(study, row.run_id)
     return f"{text} Witnessed: {witnessed}." if witnessed else text
+
+
+def counters(study: Study, run_id: str) -> str:
+    """What a configuration's last witness counted: "1 compiled frame, 1 graph, 0 graph breaks and 0 recompiles"."""
+    nouns = {"compiled_frames": "compiled frame", "graphs": "graph", "graph_breaks": "graph break"}
+    nouns |= {"recompiles": "recompile"}
+    ranks = [rank for r in study.records if r.run_id == run_id for rank in r.witness.get("ranks", ())]
+    last = next((rank for rank in reversed(ranks) if nouns.keys() <= rank.keys()), None)
+    return phrases.joined([phrases.plural(int(last[key]), noun) for key, noun in nouns.items()]) if last else ""
 
 
 STAGES = {

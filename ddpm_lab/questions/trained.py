@@ -1,4 +1,4 @@
-"""What configurations learned in trials: losses over images, what they draw, FIDs and gradient checks."""
+"""What configurations learned in trials: losses over images, what they draw, and FIDs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +14,13 @@ from PIL import Image
 
 from ddpm_lab.explain import phrases, quality
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.explain.table import Table, one_family
-from ddpm_lab.plan import scaled
-from ddpm_lab.record import RunRecord, gradient_fault
+from ddpm_lab.explain.table import Table
+from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,24 +90,6 @@ def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
     return np.array(found)
 
 
-def tried(study: Study, rows: Sequence[Comparison]) -> list[Comparison]:
-    """The baseline's row and those of candidates with trials of the same extent.
-
-    A larger batch whose learning rate was tried scaled with it has a second row: its speed is the same.
-    """
-    lead, extent = rows[0], extent_of(rows)
-    trials = quality.Trials.of(study)
-    found = [lead]
-    for row in rows[1:]:
-        if pairs_of(row, extent):
-            found.append(row)
-        if row.config.global_batch_size > lead.config.global_batch_size:
-            other = trials.verdict(lead.config, scaled(row.config, lead.config), row.code_version)
-            if pairs := pairs_of(again := replace(row, equivalence=other), extent):
-                found.append(replace(again, label=pairs[0][1].label))
-    return found
-
-
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, and held-out loss."""
     extent, shown = extent_of(family), []
@@ -132,36 +111,6 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
             }
         )
     return shown
-
-
-def check_table(study: Study) -> Table:
-    """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
-    shown = []
-    for r in study.records:
-        if r.role != "check":
-            continue
-        answer = (r.quality or {}).get("gradients") or {}
-        worst = answer.get("worst", {})
-        layer = worst.get("worst_layer") or {}
-        fault = gradient_fault(answer) if answer else phrases.failed(r.status, r.reason)
-        shown.append(
-            {
-                "Family": r.family,
-                "Configuration": r.label,
-                "Verdict": fault or "as expected",
-                "Loss off by": _share(worst.get("loss_error")),
-                "Gradient off by": _share(worst.get("gradient_error")),
-                "Cosine": f"{worst['cosine']:.6f}" if worst.get("cosine") is not None else _NONE,
-                "Worst layer": f"{layer['name']}: {_share(layer['error'])}" if layer else _NONE,
-                "Not finite": str(worst.get("nonfinite", _NONE)),
-                "Skipped steps": str(worst.get("skipped", _NONE)),
-            }
-        )
-    return one_family(shown)
-
-
-def _share(error: float | None) -> str:
-    return _NONE if error is None else f"{error:.1e}"
 
 
 # --- images and FIDs --------------------------------------------------------------------------------------------------
@@ -206,24 +155,6 @@ def fid_method(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def differences(study: Study) -> Figure | None:
-    """The final loss of each setting less its baseline's, one panel a family; None without trials."""
-    panels = []
-    for rows in families(study):
-        shown = [c for c in rows if c.equivalence.seeds]
-        shown += [c for c in tried(study, rows)[1:] if c not in rows]  # with a scaled learning rate
-        panels.append(loss_panel(shown, rows[0].family))
-    if not panels:
-        return None
-    return forest(
-        panels,
-        title="What each setting costs in held-out loss",
-        context=phrases.context(study),
-        note=f"Mean over seeds of differences between runs with the same seed, and 90 % interval. {MEANING}",
-        label=_LOSS,
-    )
-
-
 def loss_panel(shown: Sequence[Comparison], heading: str) -> Panel:
     """Rows of differences of the final loss, with the margin as a band around 0."""
     margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
@@ -248,8 +179,7 @@ def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figu
     for rows in shown_families:
         several = f"{rows[0].family}: " if len(shown_families) > 1 else ""
         for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
-            shown = _overlaid(study, rows, series)
-            plots.append(Plot(lines=shown, heading=several + heading, from_zero=False, **labels))
+            plots.append(Plot(lines=_overlaid(rows, series), heading=several + heading, from_zero=False, **labels))
     if not plots:
         return None
     return lines(
@@ -262,18 +192,16 @@ def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figu
     )
 
 
-def _overlaid(study: Study, rows: Sequence[Comparison], series: Series) -> list[Line]:
+def _overlaid(rows: Sequence[Comparison], series: Series) -> list[Line]:
     """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
-    lead, *others = tried(study, rows)
-    base = baseline_trials(rows)
-    found = []
-    for c in sorted(others, key=_apart):
-        pairs = pairs_of(c, extent_of(rows))
+    base, extent, found = baseline_trials(rows), extent_of(rows), []
+    for c in sorted((c for c in rows[1:] if pairs_of(c, extent)), key=_apart):
+        pairs = pairs_of(c, extent)
         images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
         name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
         found.append(_curve(name, images, mine, colour))
     images, values = series(base, base[0])
-    return [*found, _curve(f"{lead.label} (baseline)", images, values, style.INK)]
+    return [*found, _curve(f"{rows[0].label} (baseline)", images, values, style.INK)]
 
 
 def _apart(c: Comparison) -> bool:

@@ -56,22 +56,22 @@ def workers(
         families.append(
             Family(
                 name=name,
-                baseline_label=_workers_label(first),
+                baseline_label=phrases.plural(first, "worker"),
                 baseline=base,
-                candidates=tuple((_workers_label(n), dataclasses.replace(base, loader_workers=n)) for n in others),
-                primary=_workers_label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked)),
+                candidates=tuple(
+                    (phrases.plural(n, "worker"), dataclasses.replace(base, loader_workers=n)) for n in others
+                ),
+                primary=phrases.plural(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked), "worker"),
             )
         )
         left_out += [
-            (name, _workers_label(n), f"more than the {setup.cores_name}") for n in asked if n > setup.usable_cores
+            (name, phrases.plural(n, "worker"), f"more than the {setup.cores_name}")
+            for n in asked
+            if n > setup.usable_cores
         ]
     # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
     trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
-
-
-def _workers_label(count: int) -> str:
-    return f"{count} worker{'s' if count != 1 else ''}"
 
 
 def answer(study: Study) -> Answer:

@@ -1,0 +1,196 @@
+"""What only a GPU's host code does, on a CUDA without a GPU (tests/fake_cuda): that it starts, how, and that it ends.
+
+Kernels compute nothing there, so no value and no speed is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_lab.config import LOADER_ALONE
+
+pytestmark = pytest.mark.fake_cuda
+
+HERE = Path(__file__).parent
+# The lab, with a ledger that keeps what such a GPU says.
+LAB = "from ddpm_lab import __main__, ledger; ledger.FAKE_DRIVER = ''; raise SystemExit(__main__.main())"
+SYNTHETIC = "synthetic"
+UUIDS = ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"]
+
+
+class Fake:
+    """Runs commands where torch finds GPUs that are not there: so many, of a capability such as 90, of equal memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = folder / "run"
+        subprocess.run([HERE / "fake_cuda" / "build.sh", sys.executable, folder], check=True)
+
+    def python(self, *words: object, code: int = 0, **gpus: int) -> str:
+        """Standard output of a Python that ends with ``code``."""
+        environment = os.environ | {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in gpus.items()}
+        environment |= {"DDPM_LAB_MEASURING_LOCK": "", "PYTHONPATH": str(HERE.parent)}
+        command = [str(self.run), sys.executable, *map(str, words)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def lab(self, *words: object, **how: int) -> str:
+        """What a command of the lab prints."""
+        return self.python("-c", LAB, *words, **how)
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
+    """Built anew. Needs a torch with CUDA 13, whose functions it stands for."""
+    found = find_spec("torch")
+    told = Path(str(found and found.origin)).with_name("version.py").read_text()
+    if not re.search(r"^cuda\b.*'13\.", told, re.MULTILINE):
+        pytest.skip("the fake CUDA is for a torch that is built for CUDA 13")
+    if not shutil.which("g++"):
+        pytest.skip("the fake CUDA is compiled with g++")
+    return Fake(tmp_path_factory.mktemp("fake_cuda"))
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    """Records as they are written: by an own reader, since the ledger's refuses them."""
+    return [json.loads(line) for line in (output / "trace_output" / "ledger.jsonl").read_text().splitlines()]
+
+
+def measured(fake: Fake, output: Path, data: Path | str, *questions: str, **gpus: int) -> list[dict[str, Any]]:
+    """Records of questions that are asked of such GPUs, each of which has a finding."""
+    size = 32 if data == SYNTHETIC else 8
+    words = ("run", *questions, "--preset", "smoke", "--network", "tiny", "--data", data, "--image-size", size)
+    found = {
+        a["experiment"]: a["finding"] for a in json.loads(fake.lab(*words, "--output-dir", output, "--json", **gpus))
+    }
+    assert all(found[question] for question in questions)
+    return rows(output)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    questions = ("profile", "amp", "workers", "batch_size", "quality", "multi_gpu", "torch_compile")
+    return measured(fake, tmp_path_factory.mktemp("one"), SYNTHETIC, *questions, memory_mb=400)
+
+
+def told(found: Iterable[dict[str, Any]], experiment: str, role: str) -> dict[str, str]:
+    """Status by label of an experiment's records of one role."""
+    return {r["label"]: r["status"] for r in found if (r["experiment"], r["role"]) == (experiment, role)}
+
+
+def test_every_record_is_of_the_gpu_that_is_there(one_gpu: list[dict[str, Any]]) -> None:
+    trained = [r for r in one_gpu if r["config"]["device"] == "cuda" and r["ranks"]]
+    assert {r["experiment"] for r in trained} > {"amp", "batch_size", "quality"}
+    for record in trained:
+        assert record["environment"]["machine"]["gpus"] == ["Fake GPU"]
+        assert {(rank["device"], rank["device_uuid"]) for rank in record["ranks"]} == {("cuda:0", UUIDS[0])}
+        if record["config"]["workload"] != LOADER_ALONE:
+            (rank,) = record["ranks"]
+            assert 0 < rank["peak_memory_bytes"] <= rank["peak_reserved_bytes"] <= 400 << 20
+        assert {w["backend"] for w in record["witness"]["ranks"]} == {"nccl"}
+
+
+@pytest.mark.parametrize(
+    ("experiment", "role", "expected"),
+    [
+        ("amp", "candidate", {"bf16": "ok", "fp16": "ok", "tf32": "ok"}),
+        ("workers", "candidate", {"1 worker": "ok"}),
+        ("batch_size", "candidate", {"batch 256": "ok"}),
+        ("torch_compile", "candidate", {"compiled": "ok"}),
+    ],
+)
+def test_a_question_of_one_gpu(one_gpu: list[dict[str, Any]], experiment: str, role: str, expected: Any) -> None:
+    assert told(one_gpu, experiment, role) == expected
+    assert set(told(one_gpu, experiment, "baseline").values()) == {"ok"}
+
+
+def test_the_largest_batch_ends_where_memory_does(one_gpu: list[dict[str, Any]]) -> None:
+    tried = told(one_gpu, "batch_size", "search")
+    (end,) = (r for r in one_gpu if r["role"] == "largest")
+    assert (end["label"], end["status"]) == ("memory", "ok")
+    assert set(tried.values()) == {"ok", "oom"}
+
+
+@pytest.fixture(scope="module")
+def two_gpus(fake: Fake, tmp_path_factory: pytest.TempPathFactory, data: Path) -> list[dict[str, Any]]:
+    return measured(fake, tmp_path_factory.mktemp("two"), data, "multi_gpu", "exchange", "all_reduce", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "expected"),
+    [
+        ("multi_gpu", {"2 GPUs": "ok"}),
+        ("exchange", {"no exchange (no training)": "ok", "bf16 hook": "ok"}),
+    ],
+)
+def test_a_question_of_two_gpus(two_gpus: list[dict[str, Any]], experiment: str, expected: Any) -> None:
+    assert told(two_gpus, experiment, "candidate") == expected
+    for record in (r for r in two_gpus if r["config"]["world_size"] == 2 and r["ranks"]):
+        assert [(rank["device"], rank["device_uuid"]) for rank in record["ranks"]] == [
+            ("cuda:0", UUIDS[0]),
+            ("cuda:1", UUIDS[1]),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "unable"), [(75, {"bf16", "tf32"}), (80, set()), (86, set()), (89, set()), (100, set())]
+)
+def test_number_formats_by_capability(
+    fake: Fake, tmp_path: Path, data: Path, capability: int, unable: set[str]
+) -> None:
+    found = told(measured(fake, tmp_path, data, "amp", capability=capability), "amp", "candidate")
+    assert found == {p: "unsupported" if p in unable else "ok" for p in ("bf16", "fp16", "tf32")}
+
+
+@pytest.mark.parametrize("how", [{"capability": 70}, {"driver": 12040}])
+def test_a_gpu_that_this_torch_cannot_use_is_told(fake: Fake, how: dict[str, int]) -> None:
+    items = {item["name"]: item for item in json.loads(fake.lab("check", "--json", **how))["items"]}
+    assert not items["NVIDIA GPU"]["present"]
+    assert "cannot use Fake GPU" in items["NVIDIA GPU"]["detail"]
+
+
+def test_training_and_sampling(fake: Fake, tmp_path: Path, data: Path) -> None:
+    run = tmp_path / "run"
+    words = (
+        "--network",
+        "tiny",
+        "--image-size",
+        8,
+        "--compile",
+        "off",
+        "--batch-size",
+        8,
+        "--steps",
+        3,
+        "--world-size",
+        2,
+    )
+    fake.lab("train", "--data", data, "--output-dir", run, *words, devices=2)
+    (checkpoint,) = (run / "checkpoints").glob("*.pt")
+    fake.lab("sample", checkpoint, "--count", 3, "--steps", 3, "--world-size", 2, "--grid", devices=2)
+    assert len(list(checkpoint.with_suffix("").glob("*.png"))) == 4
+
+
+@pytest.mark.parametrize("loader", ["packed", "resident"])
+def test_a_window_waits_for_its_device_at_its_end_alone(fake: Fake, data: Path, loader: str) -> None:
+    settings = {"data": str(data), "image_size": 8, "global_batch_size": 8, "world_size": 2, "loader": loader}
+    seen = json.loads(fake.python(HERE / "fake_cuda_window.py", json.dumps(settings), devices=2))
+    assert seen["devices"] == ["cuda:0", "cuda:1"]
+    assert max(seen["waits"]) <= 1
+
+
+def test_gpu_tests_that_look_at_no_value(fake: Fake) -> None:
+    said = fake.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "calls", *map(str, HERE.glob("test_*.py")))
+    assert re.search(r"\d+ passed", said)
+    assert "skipped" not in said
