@@ -262,6 +262,8 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
         "ddpm-lab run bottleneck --network tiny --batch-size 8 --precision bf16 --loader files --loader-workers 2 "
         "--only 'packed data' --resolution 2%"
     )
+    fused = replace(config, loader="packed", loader_workers=0, kernels="fused", freed_memory="kept")
+    assert question.command(study(), fused).endswith("--batch-size 8 --precision bf16"), "it chooses the others again"
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
 
@@ -404,6 +406,6 @@ def test_present_settings_come_from_a_file_and_options(call: Call, tmp_path: Pat
     assert code == 0, error
     assert "A step of 8 images takes" in out
     text = (tmp_path / "reports" / "bottleneck_report.md").read_text()
-    assert "bf16, packed data" in text
+    assert re.search(r"\| settings \| 1 CPU rank, bf16, .*packed data \|", text)
     assert "--only fp32" in text, "the command of an entry, whatever it is worth"
     assert "--config FILE" in text, "no option says how often weights are averaged"

@@ -57,6 +57,8 @@ _WHY = {
 }
 _OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
+_CHOSEN = ("channels_last", "kernels", "freed_memory")
+"""Settings that it chooses itself where they are left open, again as before."""
 
 
 def bottleneck(
@@ -273,7 +275,7 @@ def command(study: Study, config: RunConfig, *only: str) -> str:
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OPTIONS:
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if name in changed else []
-    words += ["--config", "FILE"] if changed - {*_OPTIONS} else []
+    words += ["--config", "FILE"] if changed - {*_OPTIONS, *_CHOSEN} else []
     words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
     return shlex.join(words)
 
