@@ -71,7 +71,7 @@ def _run(words: Sequence[str]) -> int:
             say()
     except ConnectionError:  # of an output, or between processes
         raise
-    except (LabError, OSError, RecursionError, MemoryError) as error:  # any other one is a defect
+    except (LabError, OSError, RecursionError, MemoryError, ModuleNotFoundError) as error:  # any other is a defect
         code = int(getattr(error, "exit_code", 2))
         ended = [""] * (code == 1 and "hint" in options)  # a line of progress
         seen = traceback.format_exc().splitlines() if options.debug else ()
@@ -93,6 +93,8 @@ def _sentence(error: BaseException) -> str:
         place = place if len(place) < 300 else f"{place[:100]}...{place[-100:]}"
         why = error.strerror or str(error)
         return f"cannot use {place}: {why}; check permissions and free space, or choose another place"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed here: install it with pip, or use a checkout after make setup"
     if isinstance(error, RecursionError):
         return "something in the files that were read is nested too deeply; --debug shows where"
     return str(error) if isinstance(error, LabError) else "out of memory: give less at once; --debug shows where"

@@ -48,6 +48,21 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert (tmp_path / "image_output" / "03_amp.png").is_file()
+    for words in (["run", "amp"], ["train", "--steps", "9", "--output-dir", "run"]):
+        shown = subprocess.run(
+            [*command[:3], *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
+        assert shown.stderr.startswith("ddpm-lab: torch is not installed here")
+
+
+@pytest.mark.slow
+def test_a_report_says_which_package_it_lacks(tmp_path: Path) -> None:
+    environment = without(tmp_path / "blocked", "nbformat", "papermill")
+    command = [sys.executable, "-m", "ddpm_lab", "report", "--output-dir", "."]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
+    assert "is not installed here" in shown.stderr
 
 
 @pytest.mark.slow

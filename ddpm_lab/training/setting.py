@@ -272,10 +272,14 @@ def usual_device(device: str | None) -> str:
 def check_ranks(
     device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
 ) -> None:
-    """Raise ConfigError for a GPU that torch cannot use, and for more ranks than GPUs, or usable cores.
+    """Raise ConfigError without torch, for a GPU that it cannot use, and for more ranks than GPUs, or usable cores.
 
     With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed here: pip install torch torchvision, or use a checkout after make setup"
+        )
     if device == "cuda" and (trouble := gpu_trouble()):
         raise ConfigError(trouble)
     if device == "cuda" and not gpus:
