@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,8 +14,7 @@ from ddpm_lab.config import PARTS
 from ddpm_lab.explain import table
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import check_room, configuration, expanded, read_settings
-from ddpm_lab.measure import hardware
+from ddpm_lab.files import check_room, configuration, expanded, output_folder, read_settings
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.questions import bottleneck as question
@@ -96,14 +94,8 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
 
 def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> planning.Planned:
     """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
+    check_room(output_folder(settings.get("output_dir")) / "reports")
     planned = planning.plan_question("bottleneck", **_settings(options) | settings)
-    check_room(planned.output / "reports")
-    config = planned.campaign.experiment.profiles[0][2]
-    if config.device == "cuda":
-        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
-        question.check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
-    else:
-        question.check_memory(config, hardware.available_bytes(), "the machine")
     campaign = planned.campaign
     if (seconds := campaign.target.seconds) is not None:
         planned = planned.renewed(question.fitting(campaign.experiment, seconds, campaign.held))

@@ -32,6 +32,7 @@ from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, SEARCH, TUNED, Experiment
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
+from ddpm_lab.questions.bottleneck import check_memory
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, Cohort
@@ -370,6 +371,11 @@ def _trained_with(
     if given.get("compile", "off") != "off" or not given.get("channels_last", True):
         usual.pop("kernels", None)  # fused kernels work eagerly and in channels-last alone
     config = replace(ask("bottleneck", setup, **given, **usual).profiles[0][2], purpose="timing")
+    if config.device == "cuda":
+        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
+        check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
+    else:
+        check_memory(config, hardware.available_bytes(), "the machine")
     found, why = probe.fastest(
         config,
         given.keys(),
