@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda lint lock clean
+.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda chaos lint lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -51,6 +51,9 @@ test-slow: dev ## run the other tests (those that need a GPU skip themselves wit
 
 test-fake-cuda: dev ## run what only a GPU's host code does, on a CUDA without a GPU: no value is right or wrong there
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m fake_cuda tests/test_fake_cuda.py $(ARGS)
+
+chaos: dev ## attack the lab for ten minutes: damaged input, kills, misbehaving training; prints a table
+	@CHAOS=full .venv/bin/python -m pytest -n 2 --dist worksteal -m chaos $(ARGS)
 
 lint: dev ## check style and types
 	.venv/bin/ruff check
