@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda chaos lint lock clean
+.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda chaos lint audit lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -59,6 +59,14 @@ lint: dev ## check style and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+
+# uv audit ends with 1 where it knows of a vulnerability, and with 2 where it could not ask.
+audit: dev ## list licences and known vulnerabilities of all packages; an unusual licence fails
+	@UV_HTTP_RETRIES=0 .boot/uv audit --frozen --preview-features audit-command 2>/dev/null \
+	  || { [ $$? = 2 ] && echo 'vulnerabilities: skipped, for this uv cannot ask osv.dev from here'; }
+	@.boot/uv tool run --quiet --from pip-licenses==5.5.5 pip-licenses --python .venv/bin/python --from mixed --summary \
+	  --ignore-packages cuda-toolkit --partial-match \
+	  --allow-only 'Apache;BSD;MIT;ISC;PSF;Python Software;MPL;Mozilla;LGPL;Lesser General;NVIDIA'
 
 peers: setup ## install the trainers that notebook 07 compares with (denoising-diffusion-pytorch, diffusers)
 	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group peers --quiet

@@ -73,6 +73,7 @@ def checkup(output: Path) -> list[Item]:
 
     version, gpus, cores = sys.version_info, hardware.gpus(), hardware.usable_cores()
     trouble = hardware.gpu_trouble()
+    none = "none visible" + "; AMD's are not used, the CPU is" * ("+rocm" in hardware.package_version("torch"))
     slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
     kind, needed, compiling_with, found = compiler("cuda" if gpus and not trouble else "cpu")
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -86,7 +87,7 @@ def checkup(output: Path) -> list[Item]:
         Item("Linux", sys.platform == "linux", platform.platform(terse=True), "starting ranks: use a Linux machine"),
         Item("Python 3.11 to 3.13", python, platform.python_version(), other),
         *(package(module, adds) for module, adds in PACKAGES.items()),
-        Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or "none visible", slower),
+        Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or none, slower),
         Item(kind, found is not None, found or f"{compiling_with} is missing", f"{compiling} {needed}"),
         Item("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
         Item("output folder", writable, room, "choose one that can be written with --output-dir"),
