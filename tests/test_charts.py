@@ -14,16 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.lines import Line, Plot, lines
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain import charts
+from ddpm_lab.explain.charts import Line, Panel, Plot, Row, bars, forest, lines
 
 TEXT: Any = {"title": "A title", "context": "a context", "note": "A note.", "label": "a label"}
 ROWS = [
-    Row(name="faster", value=1.5, low=1.4, high=1.6, colour=style.GOOD, dots=(1.45, 1.5, 1.55)),
-    Row(name="slower", value=0.8, low=0.7, high=0.9, colour=style.BAD),
+    Row(name="faster", value=1.5, low=1.4, high=1.6, colour=charts.GOOD, dots=(1.45, 1.5, 1.55)),
+    Row(name="slower", value=0.8, low=0.7, high=0.9, colour=charts.BAD),
     Row(name="one set", value=1.1),
     Row(name="failed", missing="out of memory"),
 ]
@@ -66,18 +63,18 @@ def legend_of(figure: Figure) -> list[str]:
 
 def check_rows(ax: Axes, rows: Sequence[Row]) -> None:
     """Fail unless every interval is in its row, from its low to its high end, and nowhere else."""
-    places = dict(zip(style.centres(rows), rows, strict=True))
+    places = dict(zip(charts.centres(rows), rows, strict=True))
     assert intervals(ax) == {y: (row.low, row.high) for y, row in places.items() if not math.isnan(row.low)}
 
 
 def check_forest(ax: Axes) -> None:
     check_rows(ax, ROWS)
-    assert points(ax) == [(row.value, y) for y, row in zip(style.centres(ROWS), ROWS, strict=True) if row.value > 0]
+    assert points(ax) == [(row.value, y) for y, row in zip(charts.centres(ROWS), ROWS, strict=True) if row.value > 0]
     assert spans(ax) == [PANEL.band]
     (dots,) = [line for line in drawn_lines(ax) if len(np.asarray(line.get_xdata())) == 3]
     assert np.asarray(dots.get_xdata()).tolist() == [1.45, 1.5, 1.55]
     found = [line.get_color() for line in drawn_lines(ax) if line.get_marker() == "o" and line.get_alpha() is None]
-    assert found == [style.GOOD, style.BAD, style.OPEN]
+    assert found == [charts.GOOD, charts.BAD, charts.OPEN]
     low, high = ax.get_xlim()
     assert low < 0.7
     assert high > 1.6
@@ -125,7 +122,7 @@ def test_ratios_far_apart_have_a_logarithmic_axis_and_panels_share_one() -> None
 
 
 def test_bars_reach_from_zero_to_their_values_and_parts_lie_end_to_end() -> None:
-    colours = {"compile": style.SERIES[0], "steps": style.SERIES[1]}
+    colours = {"compile": charts.SERIES[0], "steps": charts.SERIES[1]}
     parts = Panel(rows=[Row(name="cold", parts={"compile": 30.0, "steps": 4.0})])
     figure = bars([replace(PANEL, reference=0.75), parts], **TEXT, names=colours)
     ax, second = figure.axes

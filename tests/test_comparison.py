@@ -22,9 +22,9 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.questions import pair as pairs
+from ddpm_lab.questions import planning as pairs
 from ddpm_lab.questions.comparison import first_losses, measure
-from ddpm_lab.questions.pair import plan_pair
+from ddpm_lab.questions.planning import plan_pair
 
 MINE = """
 import time

@@ -14,7 +14,6 @@ from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, st
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
-from ddpm_lab.questions import roofline as limits
 from ddpm_lab.questions.ask import answer
 
 
@@ -77,7 +76,7 @@ def test_others_that_cannot_run_here_are_named_with_the_reason() -> None:
 
 def test_the_roofline_of_a_known_machine() -> None:
     """400 GFLOP/s and 40 GB/s: 8 GFLOP take 20 ms; 40 MB of normalisation take 1 ms; the optimizer 0.22 ms."""
-    line = limits.roofline(WHOLE, peers.this_trainer(WHOLE))
+    line = peers.roofline(WHOLE, peers.this_trainer(WHOLE))
     assert line is not None
     optimizer = 28 * 10e6 / 32 / 40e9
     assert {p.kind: p.seconds for p in line.parts} == pytest.approx(
@@ -86,7 +85,7 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
     assert line.headroom == pytest.approx(line.measured_seconds / (20e-3 + optimizer))
-    shown = {row["Work"]: row["Seconds/image"] for row in limits.table(WHOLE, peers.this_trainer(WHOLE))}
+    shown = {row["Work"]: row["Seconds/image"] for row in peers.limits_table(WHOLE, peers.this_trainer(WHOLE))}
     assert (shown["convolution"], shown["measured"]) == ("20.0 ms", phrases.seconds(line.measured_seconds))
     found = answer(study(*machine())).finding
     assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
@@ -99,7 +98,11 @@ def test_without_peaks_nothing_is_said_of_limits() -> None:
     for records in ([], single, wrong):
         of = study(*against(), *records)
         own = peers.this_trainer(of)
-        assert (limits.roofline(of, own), limits.sentence(of, own), limits.table(of, own)) == (None, "", [])
+        assert (peers.roofline(of, own), peers.limits_sentence(of, own), peers.limits_table(of, own)) == (
+            None,
+            "",
+            [],
+        )
 
 
 @pytest.mark.parametrize("other", [{"network": "tiny"}, {"image_size": 64}, {"device": "cuda"}])
@@ -108,7 +111,7 @@ def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, 
     elsewhere = machine(4e9, 1e9, work=1e6, **other)
     for records in ((*WHOLE.records, *elsewhere), (*elsewhere, *WHOLE.records)):
         both = study(*records)
-        assert limits.roofline(both, peers.this_trainer(both)) == limits.roofline(WHOLE, peers.this_trainer(WHOLE))
+        assert peers.roofline(both, peers.this_trainer(both)) == peers.roofline(WHOLE, peers.this_trainer(WHOLE))
     alone = study(*against(), *elsewhere)
-    assert limits.sentence(alone, peers.this_trainer(alone)) == ""
+    assert peers.limits_sentence(alone, peers.this_trainer(alone)) == ""
     assert set(column(answer(alone).table(), "GFLOP/image")) == {phrases.DASH}

@@ -17,9 +17,9 @@ from scaled_records import ONE, strong, weak
 from test_charts import boxes, drawn_lines, intervals, points, spans
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import charts
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.style import png
+from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import multi_gpu, recommendation
@@ -74,7 +74,7 @@ def names(ax: Axes) -> list[str]:
 
 def check_texts(figure: Figure) -> None:
     """Fail if a text is cut by the edge of a figure, or lies on another."""
-    with style.style():
+    with charts.style():
         figure.draw_without_rendering()
         shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     width, height = figure.bbox.size
@@ -266,7 +266,7 @@ def test_losses_are_drawn_with_their_intervals_and_the_margin() -> None:
     assert spans(losses) == [pytest.approx((-margin, margin))]
     for ax in drawn("quality, with samples")["curves"].axes:
         colours = [line.get_color() for line in ax.lines]
-        assert (len(colours), colours.count(style.OPEN), colours[-1]) == (4, 2, style.INK), (
+        assert (len(colours), colours.count(charts.OPEN), colours[-1]) == (4, 2, charts.INK), (
             "only what is worse stands out"
         )
 

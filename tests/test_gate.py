@@ -30,7 +30,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions import gate, pair
+from ddpm_lab.questions import gate, planning
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.gate import outcome, summary
 
@@ -159,7 +159,7 @@ def lab_command(lab: Path, *words: str, **variables: str) -> tuple[int, str, str
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets that cost two seconds."""
-    monkeypatch.setattr(pair, "Plan", partial(Plan, turns=4, window_seconds=0.05))
+    monkeypatch.setattr(planning, "Plan", partial(Plan, turns=4, window_seconds=0.05))
 
 
 @pytest.mark.alone

@@ -17,7 +17,7 @@ from PIL import Image, ImageFilter
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import selection
-from ddpm_lab.explain.charts.style import png
+from ddpm_lab.explain.charts import png
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import LedgerError, RunRecord

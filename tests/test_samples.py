@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.charts import style
+from ddpm_lab.explain import charts
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions import trained
 from ddpm_lab.questions.ask import answer
@@ -39,7 +39,7 @@ def studied(side: int = 32, **values: Any) -> Study:
 def rendered(study: Study) -> tuple[Pixels, list[str]]:
     figure = samples_figure(study)
     assert figure is not None
-    pixels = np.asarray(Image.open(io.BytesIO(style.png(figure))).convert("RGB"))
+    pixels = np.asarray(Image.open(io.BytesIO(charts.png(figure))).convert("RGB"))
     return pixels, [" ".join(t.get_text().split()) for t in figure.findobj(Text) if isinstance(t, Text)]
 
 

@@ -10,9 +10,9 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.questions import time_budget as tb
+from ddpm_lab.questions import profile as tb
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.time_budget import Budget
+from ddpm_lab.questions.profile import Budget
 from ddpm_lab.record import RunRecord
 
 SLOW = {**make.PHASES, "communication": 2.0}

@@ -23,7 +23,7 @@ from ddpm_lab.cli.measure import TRACKED, log_study
 from ddpm_lab.cli.options import tracker_chosen
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.explain.charts.style import png
+from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import study
 from ddpm_lab.questions.ask import answer

@@ -98,7 +98,7 @@ def checkup(output: Path) -> list[Item]:
 def _instrument(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
     # check runs where packages are missing
-    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.explain.charts import save  # noqa: PLC0415
     from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
 
     output = output_folder(options.output_dir)

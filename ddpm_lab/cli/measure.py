@@ -35,16 +35,15 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
-from ddpm_lab.explain.charts.style import save
+from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder
 from ddpm_lab.output import say
-from ddpm_lab.plan import RECOMMENDATION
+from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning, scripts
 from ddpm_lab.questions import multi_gpu as question
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
-from ddpm_lab.questions.pair import RESOLUTION
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking

@@ -12,7 +12,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import Command, Parser, asked, given, plain, reads, tell
 from ddpm_lab.config import PARTS
 from ddpm_lab.explain import table
-from ddpm_lab.explain.charts.style import save
+from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import check_room, configuration, expanded, output_folder, read_settings
 from ddpm_lab.output import say

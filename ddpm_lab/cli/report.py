@@ -1,4 +1,4 @@
-"""Commands whose results are made to be shared: ``report``, ``figures``, ``benchmark`` and ``summary``."""
+"""Commands whose results are made to be shared: ``report``, ``figures``, ``benchmark``, ``summary``, ``collect``."""
 
 from __future__ import annotations
 
@@ -226,6 +226,19 @@ def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
     return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None
 
 
+def collect(options: argparse.Namespace) -> int:
+    """Exit code 1 if a log tells of no run: its job has failed, or not ended yet."""
+    logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(runs.LOGS))
+    if not logs:
+        raise ConfigError(f"{Path.cwd()} has no {runs.LOGS}: go where the jobs were submitted, or give their logs")
+    ledger = output_folder(options.output_dir) / LEDGER
+    rows = [row for log in logs for row in runs.read_log(log)]
+    added = runs.append_new(logs, ledger)
+    runs.show(runs.compared(rows), csv=options.csv, as_json=options.json)
+    say(f"{added} new records: {ledger}", error=True)
+    return int(not all(row.found for row in rows))
+
+
 COMMANDS = {
     "report": Command(report, "report --preset smoke --notebook amp", f"{COMMON} notebook parameter"),
     "figures": Command(
@@ -255,4 +268,5 @@ COMMANDS = {
         "sources only ledger machine csv markdown json",
         {"ledger": "records to read (default: your own ledger)"},
     ),
+    "collect": Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
 }

@@ -1,13 +1,14 @@
-"""Commands that prepare images, train on them and draw new ones: ``prepare``, ``train`` and ``sample``."""
+"""Commands that prepare images, train on them and draw new ones; and ``rank``, with which they run on several hosts."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from typing import Any
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
@@ -32,6 +33,8 @@ TRAINED_BY = {
 }
 """Options that are settings of the same name, with what they are where none is given; None is what is usual."""
 SCHEDULE, SAMPLING = declared.options(training_run.Schedule), declared.options(sampling_run.Sampling)
+MANY_HOSTS = ("run", "train", "sample")
+"""Commands that start ranks as they are told how many."""
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
@@ -123,6 +126,19 @@ def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
         progress.done(sentence)
 
 
+def rank(options: argparse.Namespace) -> int:
+    words, main = options.words, options.main
+    choice("the command after rank", next(iter(words), None), MANY_HOSTS)
+    if {"-h", "--help"} & set(words):
+        return int(main(words))
+    process = cluster.Process.read(os.environ)
+    process.use(options.interface)
+    if process.rank:
+        return cluster.serve(process)
+    with cluster.leading(process):
+        return int(main(words))
+
+
 COMMANDS = {
     "prepare": Command(
         prepare,
@@ -144,5 +160,11 @@ COMMANDS = {
             "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
         },
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
+    ),
+    "rank": Command(
+        rank,
+        "rank run amp (after torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab)",
+        "interface words",
+        {"words": "run, train or sample with its options"},
     ),
 }

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import machine_state, phrases, stats
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.lines import Line
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain import charts, machine_state, phrases, stats
+from ddpm_lab.explain.charts import Figure, Line, Panel, Row, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, qualities
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, one_family, without_constant
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NONE = phrases.DASH
 ENERGY = "kWh for a million images"
@@ -129,7 +122,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
-COLOURS = {stats.FASTER: style.GOOD, stats.SLOWER: style.BAD}
+COLOURS = {stats.FASTER: charts.GOOD, stats.SLOWER: charts.BAD}
 MEANING = "Blue: faster; orange: slower; grey: no difference found."
 POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
 
@@ -143,7 +136,7 @@ def row(c: Comparison, name: str = "") -> Row:
         value=c.ratio.value,
         low=c.ratio.low,
         high=c.ratio.high,
-        colour=COLOURS.get(c.verdict, style.OPEN),
+        colour=COLOURS.get(c.verdict, charts.OPEN),
         dots=c.set_ratios if c.sets > 1 else (),
         text=numbers(c.ratio),
     )
@@ -173,7 +166,7 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         if shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
     if not panels:
-        return style.message(found.headline, phrases.context(study), found.claim)
+        return charts.message(found.headline, phrases.context(study), found.claim)
     bases, repeated = {c.baseline_label for c in every}, " Band: the baseline repeated." * any(p.band for p in panels)
     return forest(
         panels,

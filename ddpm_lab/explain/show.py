@@ -9,20 +9,17 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
-from ddpm_lab.explain.charts.style import save
+from ddpm_lab.explain.charts import Figure, save
 from ddpm_lab.explain.pages import METADATA, spoken_date
 from ddpm_lab.explain.table import Table, code, html, literal, plain
 from ddpm_lab.output import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["figure", "finding", "more", "table"]
 

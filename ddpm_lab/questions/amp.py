@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import COLOURS, MEANING, Answer, View, measured, projection, speeds
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.charts import Figure, Panel, Row, bars
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)
 
@@ -66,7 +59,7 @@ def times_figure(study: Study) -> Figure | None:
     for rows in shown:
         base, bars_of = next((c for c in rows if c.role == "baseline"), rows[0]), []
         for c in rows:
-            time, colour = time_of(c, base), style.SOFT if c is base else COLOURS.get(c.verdict, style.OPEN)
+            time, colour = time_of(c, base), charts.SOFT if c is base else COLOURS.get(c.verdict, charts.OPEN)
             text = phrases.significant(time.value)
             bars_of.append(Row(name=c.label, value=time.value, low=time.low, high=time.high, colour=colour, text=text))
         panels.append(Panel(heading=rows[0].family, rows=bars_of))

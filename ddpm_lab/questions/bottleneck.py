@@ -23,12 +23,12 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions import roofline, torch_compile
-from ddpm_lab.questions import time_budget as bd
+from ddpm_lab.questions import peers, torch_compile
+from ddpm_lab.questions import profile as bd
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
 from ddpm_lab.questions.changes import table as changes_table
-from ddpm_lab.questions.time_budget import TARGETS, Budget
+from ddpm_lab.questions.profile import TARGETS, Budget
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
@@ -428,7 +428,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         phases=tables.markdown(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
-        roofline=roofline.sentence(study, about.speed),
+        roofline=peers.limits_sentence(study, about.speed),
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),

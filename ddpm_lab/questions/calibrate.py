@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.lines import Line, Plot
-from ddpm_lab.explain.charts.lines import lines as draw
+from ddpm_lab.explain import charts, phrases, stats
+from ddpm_lab.explain.charts import Figure, Line, Plot
+from ddpm_lab.explain.charts import lines as draw
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, output_folder
@@ -34,9 +33,6 @@ from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions.planning import instrument_for
 from ddpm_lab.record import TWIN, LedgerError, RunRecord
 from ddpm_lab.training.setting import usual_device
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.training.limits:pieces"
@@ -270,8 +266,8 @@ def figure(found: Calibration) -> Figure:
     ends, planted = [0.0, max(1e-3, *found.minutes)], f"{100 * found.planted:.0f} % more work"
     drawn = []
     for name, truth, row, colour in (
-        ("itself", 1.0, found.twin, style.SERIES[0]),
-        (planted, found.truth, found.slower, style.SERIES[1]),
+        ("itself", 1.0, found.twin, charts.SERIES[0]),
+        (planted, found.truth, found.slower, charts.SERIES[1]),
     ):
         low, high = ([row.ratio.low] * 2, [row.ratio.high] * 2) if row.ratio.exists else ((), ())
         true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
@@ -281,7 +277,7 @@ def figure(found: Calibration) -> Figure:
     return draw(
         [Plot(lines=drawn, x_label=x_label, y_label=y_label, from_zero=False)],
         title=found.verdict(),
-        context=style.SEPARATOR.join(
+        context=charts.SEPARATOR.join(
             [environment.machine.name, environment.date[:16].replace("T", " "), _measured(found)]
         ),
         note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "

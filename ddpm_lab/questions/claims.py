@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from ddpm_lab.declared import Opt
 from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.bands import DOCUMENTS
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.style import BAD, Panel, Row
+from ddpm_lab.explain.charts import BAD, Figure, Panel, Row, forest
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.selection import Study, once
@@ -33,9 +32,6 @@ from ddpm_lab.plan import Experiment, Family, Question, Trial, scaling
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.record import crowded
 from ddpm_lab.training.setting import Batch, Setup
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Which published claims hold here?", file="09_claims", long=True)
 

@@ -23,18 +23,18 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer
-from ddpm_lab.explain.charts.style import png, save
+from ddpm_lab.explain.charts import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import PREPARED, configuration, expanded, output_folder, read_settings
 from ddpm_lab.output import say
+from ddpm_lab.plan import RESOLUTION
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.pair import RESOLUTION, plan_pair
-from ddpm_lab.questions.planning import MOST_SETS, Planned
+from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_pair
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import find_here, usual_device
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer, speeds
-from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts import Figure, Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="How should ranks exchange gradients?", file="exchange", trains=True)
 

@@ -29,8 +29,7 @@ from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
-from ddpm_lab.questions.pair import plan_pair
-from ddpm_lab.questions.planning import Planned, instrument_for
+from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair
 from ddpm_lab.training.setting import code_of, usual_device
 
 WORKING_TREE = "working tree"

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import findings, machine_state, phrases, stats
+from ddpm_lab.explain import charts, findings, machine_state, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
 from ddpm_lab.explain.bands import Bands, share
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts import Figure, Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
@@ -36,9 +35,6 @@ from ddpm_lab.training.setting import (
     check_ranks,
     usual_device,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Do more ranks or GPUs train faster?", file="02_multi_gpu", trains=True)
 
@@ -236,7 +232,7 @@ def by_ranks(study: Study) -> Figure | None:
             "names": [f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
             "log_x": many,
         }
-        ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=style.SOFT, look="--", width=1.4)
+        ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=charts.SOFT, look="--", width=1.4)
         curves = [ideal, *(_line(rows, [c.ratio for c in rows]) for rows in families)]
         heading = f"{kind.capitalize()} scaling: {what}"
         plots.append(Plot(lines=curves, heading=heading, y_label="speed-up", log_y=many, height=3.2, **common))

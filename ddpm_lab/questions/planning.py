@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
-from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
@@ -28,7 +28,7 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Plan
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, RESOLUTION, SEARCH, TUNED, Experiment, Family, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
@@ -41,6 +41,7 @@ from ddpm_lab.training.setting import (
     Images,
     Setup,
     check_brought,
+    check_cores,
     check_name,
     check_ranks,
     code_of,
@@ -456,3 +457,66 @@ def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
     found = comparisons(study(records, "amp")) if records else ()
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
+
+
+# --- two configurations, measured in the same sets -------------------------------------------------------------------
+
+
+def plan_pair(
+    pair: tuple[RunConfig, RunConfig],
+    names: tuple[str, str],
+    *,
+    output: Path,
+    quiet: bool,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    code: CodeVersion | None = None,
+    cores: int | None = None,
+) -> Planned:
+    """Make two configurations, the baseline first, ready to be measured in the same sets.
+
+    ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
+    Raises ConfigError where this machine cannot, or the work is not equal.
+    """
+    most = hardware.usable_cores()
+    free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
+    for config in pair:
+        ranks, gpus = config.world_size, len(hardware.gpus())
+        check_ranks(config.device, ranks, gpus, free, limited=free < most)
+        check_cores("loader_workers", config.loader_workers, most, ranks)
+    one, two = (on_cores(config, free) for config in pair)
+    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
+        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    base, label = names
+    family = Family(
+        name=f"{label} against {base}", baseline=one, baseline_label=base, candidates=((label, two),), primary=label
+    )
+    asked = Experiment(name="compare", families=(family,))
+    images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
+    limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
+    limits |= {"resolution": resolution, "minutes": minutes}
+    planned = plan_experiment(asked, data_name=images, plan=Plan(), **limits)
+    again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
+    return dataclasses.replace(planned, on_cores=again)
+
+
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
+    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
+
+    All of them where a side is not for the CPU, or says how many threads it takes.
+    """
+    most = hardware.usable_cores()
+    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
+        return most
+    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
+    wanted = ("compare", "look", hardware.machine().key)
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
+    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
+    return max(known, default=0) or free_cores()
+
+
+def on_cores(config: RunConfig, cores: int) -> RunConfig:
+    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
+    whole_machine = cores >= hardware.usable_cores()
+    return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))

@@ -1,35 +1,28 @@
-"""Where does the time of a training step go? One profiled run."""
+"""Where does the time of a training step go? One profiled run: phases, what lies in none, and operators."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.bands import Names
+from ddpm_lab.explain.charts import Figure, Panel, Row, bars
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Question
-from ddpm_lab.questions import time_budget as budget
-from ddpm_lab.questions.time_budget import Budget, Line, Operator
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSize
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 QUESTION = Question(title="Where does the time of a training step go?", file="01_profile")
-
-_DRAWN_OPERATORS = 10
-_COLOURS = dict(zip((budget.COMPUTE, budget.IO, budget.TRANSFER, budget.OTHER), style.SERIES, strict=False))
-_SHOWN = 0.0005
-"""Smaller phases are named in the note."""
 
 
 def profile(
@@ -48,42 +41,401 @@ def profile(
     return Experiment(name="profile", families=(), profiles=((family, label, config),))
 
 
+# --- the time budget: each second once --------------------------------------------------------------------------------
+
+IO, TRANSFER, COMPUTE, OTHER = "I/O", "transfer", "compute", "other"
+CLASSES = {
+    "data": IO,
+    "copy": TRANSFER,
+    "forward": COMPUTE,
+    "backward": COMPUTE,
+    "communication": TRANSFER,
+    "optimizer": COMPUTE,
+    "EMA": COMPUTE,
+}
+"""Class of each phase, in the order of a step; phases of a workload's own are of the class "other"."""
+LONG = {"data": "waiting for data", "copy": "host-to-device copy", "EMA": "weight averaging (EMA)"}
+WORKERS = "loader workers"
+_NAMES = {"ema": "EMA", "all-reduce": "communication"}
+
+UNEXPLAINED = 0.10
+"""Share of a step in no phase above which a budget explains nothing."""
+STRAGGLES = 1.10
+"""Times the others' compute time from which on a rank is a straggler."""
+DISTURBED = 0.1
+"""Share of the cores above which other processes disturb a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A rank's step: its wall time, the seconds of each phase by name in the order of a step, and of no phase.
+
+    The residual is below 0 where phases sum to more than the wall time.
+    """
+
+    step_seconds: float
+    phases: Mapping[str, float]
+    residual_seconds: float
+
+    @property
+    def residual_share(self) -> float:
+        return self.residual_seconds / self.step_seconds
+
+    def share(self, name: str) -> float:
+        """Share of the step of a phase, or of all phases of a class."""
+        return sum(s for phase, s in self.phases.items() if name in (phase, class_of(phase))) / self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time budget of the slowest rank: the one whose own work takes longest, so that the others wait for it.
+
+    ``running`` is its step as training runs, ``waiting`` with each phase waited for, ``others`` are the other ranks as
+    training runs. ``beside`` are seconds per step that ran beside the phases, by name, with those of them beside
+    computing; ``ahead_seconds`` is how far the host is ahead of the device when a step begins (None on a CPU).
+    ``trace_difference`` is the largest difference of a phase's share from the profiler's trace, ``profiler_slowdown``
+    the profiled step's time over this one's; NaN where there is no trace.
+    """
+
+    rank: int
+    steps: int
+    on_device: bool
+    running: Line
+    waiting: Line
+    others: Mapping[int, Line]
+    beside: Mapping[str, tuple[float, float]]
+    ahead_seconds: float | None
+    disturbance: str
+    straggler: str
+    trace_difference: float
+    profiler_slowdown: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether the phases account for the step."""
+        return abs(self.running.residual_share) <= UNEXPLAINED
+
+
+def class_of(phase: str) -> str:
+    return CLASSES.get(phase, OTHER)
+
+
+def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name for people, in the order of a step; names that mean the same are one."""
+    found = dict.fromkeys(CLASSES, 0.0)
+    for name, seconds in phases.items():
+        found[_NAMES.get(name, name)] = found.get(_NAMES.get(name, name), 0.0) + float(seconds)
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Thresholds and names for what a step does, each a share of 1, and names of gains.
+
+    ``compute`` is to be exceeded by the part of a step's wall time that computes, ``io`` not to be reached by the part
+    that waits for data; ``memory`` are the ends of what should be in use, ``utilisation`` is to be exceeded by the
+    device. ``compute_names`` and ``impacts`` hold (name, lower bound), ``io_names`` (name, upper bound), best first.
+    """
+
+    whose: str
+    compute: float
+    io: float
+    memory: tuple[float, float]
+    utilisation: float
+    compute_names: Names
+    io_names: Names
+    impacts: Names
+
+    def compute_name(self, share: float) -> str:
+        return next(name for name, bound in self.compute_names if share >= bound)
+
+    def io_name(self, share: float) -> str:
+        return next((name for name, bound in self.io_names if share <= bound), self.io_names[-1][0])
+
+    def impact(self, ratio: float) -> str:
+        """Name a gain of at least ``ratio``."""
+        return next((name for name, bound in self.impacts if ratio >= bound), self.impacts[-1][0])
+
+
+TARGETS = Targets(
+    whose="S002",
+    compute=0.80,
+    io=0.15,
+    memory=(0.30, 0.60),
+    utilisation=0.80,
+    compute_names=(("good", 0.80), ("between good and poor", 0.70), ("poor", 0.0)),
+    io_names=(("good", 0.20), ("between good and poor", 0.30), ("poor", 1.0)),
+    impacts=(("high", 1.20), ("medium", 1.05), ("low", 0.0)),
+)
+"""Its bands are good 80 to 90 % and poor 50 to 70 % of compute, good 10 to 20 % and poor 30 to 50 % of I/O: what lies
+beyond has the name of the nearer band, what lies between has none there. The names of impacts are the lab's own."""
+
+
+def _line(window: Mapping[str, Any]) -> Line:
+    return Line(float(window["step_seconds"]), _ordered(window["phases"]), float(window["residual_seconds"]))
+
+
+def budget(record: RunRecord) -> Budget | None:
+    """The time budget that a profile record holds, or None."""
+    values = (record.profile or {}).get("budget")
+    if not values:
+        return None
+    windows = [rank["unsynchronised"] for rank in values["ranks"]]
+    lines = [_line(window) for window in windows]
+    own = [line.step_seconds - line.phases.get("communication", 0.0) for line in lines]
+    rank = own.index(max(own))
+    window = windows[rank]
+    beside = {name: (s["seconds"], s["overlapped_seconds"]) for name, s in window["spans"].items()}
+    if (helpers := window.get("helpers_cpu_seconds", 0.0)) > 0:
+        beside[WORKERS] = (helpers, helpers)
+    difference, slowdown = _check(window, values["ranks"][rank].get("profiled"))
+    return Budget(
+        rank=rank,
+        steps=int(values["steps"]),
+        on_device="host_phases" in window,
+        running=lines[rank],
+        waiting=_line(values["ranks"][rank]["synchronised"]),
+        others={r: line for r, line in enumerate(lines) if r != rank},
+        beside=beside,
+        ahead_seconds=window.get("host_ahead_seconds"),
+        disturbance=_disturbance(values.get("others_cores"), record.machine.usable_cores),
+        straggler=_straggler([line.share(COMPUTE) * line.step_seconds for line in lines]),
+        trace_difference=difference,
+        profiler_slowdown=slowdown,
+    )
+
+
+def _disturbance(others_cores: float | None, usable_cores: int) -> str:
+    """A sentence if others took more than a turn of a set may lose, or if nobody knows what they took."""
+    if others_cores is None:
+        return "What other processes took is unknown here"
+    if others_cores <= DISTURBED * usable_cores:
+        return ""
+    cores = phrases.plural(usable_cores, "core")
+    return f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
+
+
+def _straggler(times: Sequence[float]) -> str:
+    """A sentence that names a rank which computes clearly longer than the others; empty without one."""
+    rank = times.index(max(times))
+    usual = statistics.median([*times[:rank], *times[rank + 1 :]] or [math.inf])
+    if times[rank] <= STRAGGLES * usual:
+        return ""
+    return f"Rank {rank} computes {100 * (times[rank] / usual - 1):.0f} % longer than the median of the others"
+
+
+def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Largest difference of a phase's share from the trace, and how many times as long the profiled step took.
+
+    The trace's ranges are the host's, so on a GPU the host's own phases are what they check. The trace holds the wait
+    for gradients in the backward pass, and a phase that comes rarely perhaps not at all: shares are of what both hold.
+    """
+    if not profiled or not profiled.get("phases"):
+        return math.nan, math.nan
+    ours, theirs = _ordered(window.get("host_phases", window["phases"])), _ordered(profiled["phases"])
+    if "communication" not in theirs:
+        ours["backward"] = ours.get("backward", 0.0) + ours.pop("communication", 0.0)
+    both = [name for name in ours if name in theirs]
+    a, b = (sum(phases[name] for name in both) for phases in (ours, theirs))
+    difference = max((abs(ours[name] / a - theirs[name] / b) for name in both), default=math.nan)
+    return difference, float(profiled["step_seconds"]) / float(window["step_seconds"])
+
+
+def percent(share: float) -> str:
+    """Such as "52 %", "6.0 %", "below 0.1 %"."""
+    if abs(share) < 0.0005:
+        return "below 0.1 %"
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def headline(found: Budget) -> str:
+    """The answer in one line."""
+    line = found.running
+    if not found.explained:
+        return f"Not explained: {percent(line.residual_share)} of a step lies in no phase"
+    top = max(line.phases, key=lambda name: line.phases[name])
+    data, exchange = line.share("data"), line.share("communication")
+    if top == "data":
+        return f"Waiting for data takes {percent(data)} of a step: the loader is the limit"
+    ends = ["the loader is not the limit" if data < TARGETS.io else f"waiting for data takes {percent(data)}"]
+    if top != "communication" and exchange >= UNEXPLAINED:
+        ends.insert(0, f"waiting for gradients takes {percent(exchange)}")
+    return f"{phrases.begun(top)} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
+
+
+def evidence(found: Budget) -> str:
+    """What stands behind the headline, in sentences."""
+    line, beside = found.running, []
+    for name, (seconds, overlapped) in found.beside.items():
+        if name == WORKERS:
+            beside.append(f"{WORKERS} {phrases.seconds(seconds)} of CPU time a step")
+        elif seconds > 0:
+            what, part = "loading" if name == "data" else name, percent(overlapped / seconds)
+            beside.append(f"{what} {phrases.seconds(seconds)} a step, {part} of it while computing")
+    if found.ahead_seconds is not None:
+        beside.append(f"the host {phrases.seconds(max(0.0, found.ahead_seconds))} ahead when a step begins")
+    parts = [
+        f"A step takes {phrases.seconds(line.step_seconds)}; {percent(line.residual_share)} lies in no phase",
+        f"Compute share {percent(line.share(COMPUTE))} (target: above {percent(TARGETS.compute)}), "
+        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})",
+        f"Beside the phases: {phrases.joined(beside)}" if beside else "",
+    ]
+    if not math.isnan(found.trace_difference):
+        within = max(0.1, 100 * found.trace_difference)
+        parts.append(
+            f"The profiler's trace gives the same shares within {within:.1f} points, at {found.profiler_slowdown:.2f} "
+            "times the step time"
+        )
+    return ". ".join(filter(None, (*parts, found.straggler, found.disturbance)))
+
+
+def table(found: Budget) -> Table:
+    """A row for each phase, for what lies in none, and for the whole step."""
+    time = "Time per step" + (f", rank {found.rank} (slowest)" if found.others else "")
+    lines = {"Each phase waited for": found.waiting, **{f"Rank {r}": line for r, line in found.others.items()}}
+
+    def row(name: str, kind: str, seconds: Sequence[float]) -> dict[str, str]:
+        first, *others = map(phrases.seconds, seconds)
+        cells = {"Phase": name, "Class": kind, time: first, "Share": percent(seconds[0] / found.running.step_seconds)}
+        return cells | dict(zip(lines, others, strict=True))
+
+    every = [found.running, *lines.values()]
+    names = _ordered({name: 1.0 for line in every for name in line.phases})
+    rows = [row(LONG.get(n, n), class_of(n), [line.phases.get(n, 0.0) for line in every]) for n in names]
+    rows.append(row("in no phase", "residual", [line.residual_seconds for line in every]))
+    return [*rows, row("whole step", "wall time", [line.step_seconds for line in every])]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", ("c10d", "nccl", "gloo", "allreduce", "all_reduce", "broadcast", "reducer", "distributed")),
+    ("optimizer and averaging", ("optimizer", "_foreach_", "_fused_adam", "multi_tensor", "lerp", "vector_norm")),
+    ("convolution", ("conv", "wgrad", "dgrad", "fprop", "winograd")),
+    ("matrix product, attention", ("mm", "linear", "matmul", "einsum", "attention", "softmax", "gemm", "::dot")),
+    ("normalisation", ("norm",)),
+    ("copy and memory", ("cop", "::to", "clone", "contiguous", "::cat", "empty", "fill_", "zero", "memcpy", "memset")),
+    ("copy and memory", ("resize", "strided", "view", "pad", "index", "gather", "slice", "select", "pin_", "upsample")),
+    ("element-wise, sums", ("silu", "gelu", "sigmoid", "add", "mul", "sub", "div", "neg", "abs", "exp", "pow", "sqrt")),
+    ("element-wise, sums", ("sum", "mean", "elementwise", "reduce", "sin", "cos", "clamp", "where", "sign", "::l1_")),
+)
+"""Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
+
+
+def latest_profile(records: Sequence[RunRecord]) -> RunRecord | None:
+    """The profile that was recorded last; of several ranks or configurations, the last one written."""
+    return next((r for r in reversed(records) if r.role == "profile" and r.status == "ok" and r.profile), None)
+
+
+def operator_class(name: str) -> str:
+    """The class of an operator or kernel, by its name."""
+    lowered = name.lower()
+    return next((label for label, parts in _PARTS if any(part in lowered for part in parts)), OTHER)
+
+
+def on_device(record: RunRecord) -> bool:
+    """Whether a profile holds device time, which then is what its shares are taken of."""
+    return any((op.get("self_device_seconds") or 0) > 0 for op in (record.profile or {}).get("operators", ()))
+
+
+def unseen(record: RunRecord) -> str:
+    """A sentence where a profile of a GPU holds no device time; else empty."""
+    why = "The profiler saw nothing of the GPU (CUPTI may be refused here, as on WSL2)"
+    return "" if record.config.device == "cpu" or on_device(record) else f"{why}: operators stand by their CPU time."
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Calls and exclusive seconds of an operator, or a class of them, in a profile; and its share of all seconds."""
+
+    name: str
+    kind: str
+    calls: float
+    seconds: float
+    share: float
+
+
+def operators(record: RunRecord) -> list[Operator]:
+    """Operators of a profile by exclusive time, longest first.
+
+    Exclusive time leaves out what an operator spends in others that it calls, so the seconds add up. It is device time
+    where the profile holds any, else CPU time.
+    """
+    field = "self_device_seconds" if on_device(record) else "self_cpu_seconds"
+    rows = [
+        (op["name"], int(op["calls"]), float(op.get(field) or 0.0))
+        for op in (record.profile or {}).get("operators", ())
+        if not op["name"].startswith("ProfilerStep")  # a range around operators: the Python code between them
+    ]
+    total = sum(seconds for *_, seconds in rows)
+    found = (Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0)
+    return sorted(found, key=lambda op: (-op.seconds, op.name))
+
+
+def operator_classes(record: RunRecord) -> list[Operator]:
+    """Classes of operators by exclusive time, longest first; "other" comes last."""
+    kinds: dict[str, list[Operator]] = defaultdict(list)
+    for op in operators(record):
+        kinds[op.kind].append(op)
+    found = [in_all(kind, kind, ops) for kind, ops in kinds.items()]
+    return sorted(found, key=lambda op: (op.name == OTHER, -op.seconds))
+
+
+def in_all(name: str, kind: str, ops: Sequence[Operator]) -> Operator:
+    """Several operators as one."""
+    return Operator(name, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
+
+
+def operator_headline(record: RunRecord) -> str:
+    """The class of operators that takes most; the profile must hold operator time."""
+    first = operator_classes(record)[0]
+    return f"{phrases.begun(first.name)}: {percent(first.share)} of the operator time of a training step"
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+_DRAWN_OPERATORS = 10
+_COLOURS = dict(zip((COMPUTE, IO, TRANSFER, OTHER), charts.SERIES, strict=False))
+_SHOWN = 0.0005
+"""Smaller phases are named in the note."""
+
+
 def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
-    record = budget.latest_profile(study.records)
+    record = latest_profile(study.records)
     if record is None:
         return _without_profile(study, _why_none(study))
-    taken, known, unseen = budget.budget(record), budget.operators(record), budget.unseen(record)
+    taken, known, dark = budget(record), operators(record), unseen(record)
     if taken is None and not known:
         return _without_profile(study, plain(study, "The profile holds no operator time", FAILED))
     context = phrases.context(replace(study, records=(record,)))
 
     def drawn() -> Figure:
-        return _operators_figure(f"{context}{style.SEPARATOR}{record.family}", record)
+        return _operators_figure(f"{context}{charts.SEPARATOR}{record.family}", record)
 
     if taken is None:
-        found = replace(plain(study, budget.operator_headline(record), ANSWERED, unseen), verdict="profiled")
+        found = replace(plain(study, operator_headline(record), ANSWERED, dark), verdict="profiled")
         return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    found = plain(study, budget.headline(taken), status, mechanism, unseen, evidence=f"{budget.evidence(taken)}.")
+    found = plain(study, headline(taken), status, mechanism, dark, evidence=f"{evidence(taken)}.")
     views = (
         View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
         View(caption="The operators in numbers.", table=lambda: operators_table(record)),
     )
-    where = style.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
-    where += f"{style.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
+    where = charts.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
+    where += f"{charts.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
     return Answer(
         study=study,
         finding=replace(found, verdict=verdict),
         figure=lambda: _budget_figure(taken, where),
-        table=lambda: budget.table(taken),
+        table=lambda: table(taken),
         views=views if known else (),
     )
 
 
 def _without_profile(study: Study, found: Finding) -> Answer:
-    message = partial(style.message, found.headline, phrases.context(study), found.claim)
+    message = partial(charts.message, found.headline, phrases.context(study), found.claim)
     return Answer(study=study, finding=found, figure=message, table=lambda: [])
 
 
@@ -100,9 +452,9 @@ _TOP_OPERATORS = 12
 
 def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
-    steps, found = _steps(record), budget.operators(record)
+    steps, found = _steps(record), operators(record)
     if rest := found[_TOP_OPERATORS:]:
-        others = budget.in_all(phrases.plural(len(rest), "other operator"), "", rest)
+        others = in_all(phrases.plural(len(rest), "other operator"), "", rest)
         found = [*found[:_TOP_OPERATORS], others]
     return [
         {
@@ -126,14 +478,14 @@ def _budget_figure(found: Budget, context: str) -> Figure:
     if found.others or found.on_device:
         what = "the device" if found.on_device else "communication"
         shown.append(_panel(f"Waiting for {what} at the end of each phase", found.waiting))
-    kinds = {budget.class_of(name) for name in found.running.phases}
+    kinds = {class_of(name) for name in found.running.phases}
     small = [name for name in found.running.phases if found.running.share(name) < _SHOWN]
-    compute = budget.percent(found.running.share(budget.COMPUTE))
+    compute = percent(found.running.share(COMPUTE))
     note = f"Compute share {compute}: forward, backward, optimizer and averaging."
     note += f" Below 0.1 %: {phrases.joined(small)}." if small else ""
     return bars(
         shown,
-        title=budget.headline(found),
+        title=headline(found),
         context=context,
         label="milliseconds since the step began",
         note=note + (f" {found.disturbance}." if found.disturbance else ""),
@@ -143,45 +495,45 @@ def _budget_figure(found: Budget, context: str) -> Figure:
 
 
 def _panel(heading: str, line: Line) -> Panel:
-    phases = [(n, s, _COLOURS[budget.class_of(n)]) for n, s in line.phases.items() if line.share(n) >= _SHOWN]
+    phases = [(n, s, _COLOURS[class_of(n)]) for n, s in line.phases.items() if line.share(n) >= _SHOWN]
     rows = [
         Row(
-            name=budget.LONG.get(name, name),
+            name=LONG.get(name, name),
             value=1e3 * max(0.0, seconds),
             colour=colour,
-            text=f"{budget.percent(seconds / line.step_seconds)}, {phrases.seconds(max(0.0, seconds))}",
+            text=f"{percent(seconds / line.step_seconds)}, {phrases.seconds(max(0.0, seconds))}",
         )
-        for name, seconds, colour in [*phases, ("in no phase", line.residual_seconds, style.FAINT)]
+        for name, seconds, colour in [*phases, ("in no phase", line.residual_seconds, charts.FAINT)]
     ]
     return Panel(heading=f"{heading}: {phrases.seconds(line.step_seconds)} a step", rows=rows)
 
 
 def _operators_figure(context: str, record: RunRecord) -> Figure:
-    classes, top, steps = budget.operator_classes(record), budget.operators(record)[:_DRAWN_OPERATORS], _steps(record)
-    colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
-    colours[budget.OTHER] = style.FAINT
+    classes, top, steps = operator_classes(record), operators(record)[:_DRAWN_OPERATORS], _steps(record)
+    colours = dict(zip((kind.name for kind in classes), [*charts.SERIES, charts.SOFT, charts.INK], strict=False))
+    colours[OTHER] = charts.FAINT
 
     def row(op: Operator) -> Row:
-        calls = phrases.plural(style.number(op.calls / steps), "call")
+        calls = phrases.plural(charts.number(op.calls / steps), "call")
         text = f"{100 * op.share:.1f} %, {calls} a step"
         return Row(name=_short(op.name), value=100 * op.share, colour=colours[op.kind], text=text)
 
     longest = f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator"
-    kind = "device" if budget.on_device(record) else "CPU"
+    kind = "device" if on_device(record) else "CPU"
     return bars(
         [
             Panel(heading="Classes of operators", rows=[*map(row, classes)]),
             Panel(heading=longest, rows=[*map(row, top)]),
         ],
-        title=budget.operator_headline(record),
-        context=f"{context}{style.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
+        title=operator_headline(record),
+        context=f"{context}{charts.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
-        f"profiler slows a step down: shares are shown, not speeds. {budget.unseen(record)}".strip(),
+        f"profiler slows a step down: shares are shown, not speeds. {unseen(record)}".strip(),
     )
 
 
 def _short(name: str) -> str:
     """The name of an operator; of kernels, which are longer than two lines, both ends."""
-    n = style.NAME
+    n = charts.NAME
     return name if len(name) <= 2 * n else f"{name[:n]}\N{HORIZONTAL ELLIPSIS}{name[1 - n :]}"

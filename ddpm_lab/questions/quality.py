@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -14,13 +14,11 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import machine_state, phrases, stats
+from ddpm_lab.explain import charts, machine_state, phrases, stats
 from ddpm_lab.explain import quality as verdicts
 from ddpm_lab.explain.answer import Answer, View, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.style import Panel
+from ddpm_lab.explain.charts import Figure, Panel, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, unsound, untrained
 from ddpm_lab.explain.selection import Study
@@ -28,9 +26,6 @@ from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
 from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Does any setting cost quality?", file="08_quality", long=True)
 
@@ -368,23 +363,23 @@ def samples_figure(study: Study) -> Figure | None:
         return None
     first = shown[0][1]
     told, rows = trained.drawn(first), [(heading, _row(record)) for heading, record in shown]
-    height = sum(_HEADING + row.shape[0] / style.DPI for _, row in rows) + 0.1
+    height = sum(_HEADING + row.shape[0] / charts.DPI for _, row in rows) + 0.1
     note = f"""{phrases.plural(told["images"], "image")} of each configuration's averaged weights, trained on
         {int(first.config.option("images", 0)):,} images with seed {first.config.seed}; {told["sampler"].upper()},
         {told["steps"]} steps, in fp32 and eager. A column starts from the same noise in every row. The verdict is that
         of all seeds."""
-    with style.style():
+    with charts.style():
         title = "What each setting draws from the same noise"
-        sheet, body = style.sheet(title, phrases.context(study), height, note)
+        sheet, body = charts.sheet(title, phrases.context(study), height, note)
         box = body.bbox
-        top = box.y1 / style.DPI
+        top = box.y1 / charts.DPI
         for heading, row in rows:
-            y = (top - 0.1 - box.y0 / style.DPI) / height
-            body.text(_EDGE / style.WIDTH, y, heading, va="top", fontsize=style.SMALL)
+            y = (top - 0.1 - box.y0 / charts.DPI) / height
+            body.text(_EDGE / charts.WIDTH, y, heading, va="top", fontsize=charts.SMALL)
             top -= _HEADING
-            sheet.figimage(row, xo=round(_EDGE * style.DPI), yo=round(top * style.DPI) - row.shape[0], origin="upper")
-            top -= row.shape[0] / style.DPI
-    return style.settle(sheet)
+            sheet.figimage(row, xo=round(_EDGE * charts.DPI), yo=round(top * charts.DPI) - row.shape[0], origin="upper")
+            top -= row.shape[0] / charts.DPI
+    return charts.settle(sheet)
 
 
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
@@ -405,7 +400,7 @@ def _row(record: RunRecord) -> trained.Pixels:
     """A trial's images beside each other, magnified by a whole number."""
     images = trained.pixels(record)
     count, side = images.shape[:2]
-    room = round((style.WIDTH - 2 * _EDGE) * style.DPI) - _GAP * (count - 1)
+    room = round((charts.WIDTH - 2 * _EDGE) * charts.DPI) - _GAP * (count - 1)
     times = max(1, min(room // (count * side), _LARGEST // side))
     tiles = images.repeat(times, axis=1).repeat(times, axis=2)
     white = np.full((side * times, _GAP, 3), 255, dtype=np.uint8)

@@ -13,16 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddpm_lab import files
 from ddpm_lab.explain import answer as shared
-from ddpm_lab.explain import findings, machine_state, phrases, quality, stats
+from ddpm_lab.explain import charts, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.forest import forest
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.charts import Figure, Panel, Row, bars, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import Study, once
@@ -33,9 +29,6 @@ from ddpm_lab.questions import changes
 from ddpm_lab.questions.changes import GOOD, OPEN
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
@@ -92,7 +85,7 @@ def _to_learn_more(study: Study, c: Comparison) -> str:
 def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> Figure:
     """Every change of a training step that was measured, each against its own baseline, the fastest first."""
     if not rows:
-        return style.message(said.headline, phrases.context(study), said.claim)
+        return charts.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
     drawn = [*changes.together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
     named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in drawn]
@@ -276,14 +269,14 @@ def steps_figure(found: Recommendation) -> Figure:
     """Speed after each change, beginning where the one before ends."""
     said, context = _of_search(found).headline, phrases.context(found.study)
     if len(found.steps) == 1:
-        return style.message(said, context, found.tried)
+        return charts.message(said, context, found.tried)
     rows = []
     for i, (last, s) in enumerate(pairwise(found.steps), 1):
         used = i <= found.count or not found.count
-        colour = shared.COLOURS.get(s.gain.verdict, style.OPEN) if used else style.OPEN
+        colour = shared.COLOURS.get(s.gain.verdict, charts.OPEN) if used else charts.OPEN
         rows.append(_bar(f"+ {s.label}", s.row, last.row.ratio.value, colour))
     if found.count > 1:
-        rows.append(_bar("recommended", found.best.row, 1.0, style.SOFT))
+        rows.append(_bar("recommended", found.best.row, 1.0, charts.SOFT))
     judged = f" Quality of what is recommended: {found.best.row.quality}." if found.count else ""
     return bars(
         [Panel(rows=rows, reference=1)],

@@ -27,8 +27,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.measure.worktree import Repository
 from ddpm_lab.output import say
-from ddpm_lab.questions.pair import plan_pair
-from ddpm_lab.questions.planning import Planned, instrument_for
+from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import charts, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.charts import Figure, Panel, Row, bars
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="Is torch.compile worth its compile time?", file="05_torch_compile", trains=True)
 
@@ -157,7 +151,7 @@ def costs(study: Study) -> Figure | None:
         title="What a run costs beside its steps",
         context=phrases.context(study),
         label="seconds",
-        names=dict(zip(STAGES.values(), style.SERIES, strict=False)),
+        names=dict(zip(STAGES.values(), charts.SERIES, strict=False)),
         note="Median of each stage over the groups measured; timed steps last as long as the plan of a set says, and a "
         f"cold compile is measured without them.{f' Witnessed: {phrases.joined(list(counted))}.' if counted else ''}",
     )

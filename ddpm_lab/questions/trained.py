@@ -6,27 +6,22 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_lab.explain import phrases, quality
-from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.lines import Line, Plot, lines
-from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain import charts, phrases, quality
+from ddpm_lab.explain.charts import Figure, Line, Panel, Plot, Row, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.record import RunRecord
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _NONE = phrases.DASH
-_COLOURS = dict.fromkeys(quality.GOOD, style.GOOD) | {quality.WORSE: style.BAD}
+_COLOURS = dict.fromkeys(quality.GOOD, charts.GOOD) | {quality.WORSE: charts.BAD}
 MEANING = "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
 _LOSS = "held-out loss, less the baseline's"
 _POINTS = 50
@@ -166,7 +161,7 @@ def _loss(c: Comparison) -> Row:
     e = c.equivalence
     if math.isnan(e.difference):
         return Row(name=c.label, missing=quality.sentence(e))
-    colour = _COLOURS.get(e.verdict, style.OPEN)
+    colour = _COLOURS.get(e.verdict, charts.OPEN)
     return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
 
 
@@ -198,10 +193,10 @@ def _overlaid(rows: Sequence[Comparison], series: Series) -> list[Line]:
     for c in sorted((c for c in rows[1:] if pairs_of(c, extent)), key=_apart):
         pairs = pairs_of(c, extent)
         images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
-        name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
+        name, colour = (c.label, "") if _apart(c) else ("no larger loss found", charts.OPEN)
         found.append(_curve(name, images, mine, colour))
     images, values = series(base, base[0])
-    return [*found, _curve(f"{rows[0].label} (baseline)", images, values, style.INK)]
+    return [*found, _curve(f"{rows[0].label} (baseline)", images, values, charts.INK)]
 
 
 def _apart(c: Comparison) -> bool:

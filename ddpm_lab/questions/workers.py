@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import DDPM, LOADER_ALONE
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
-from ddpm_lab.explain.charts.lines import Plot, lines
+from ddpm_lab.explain.charts import Figure, Plot, lines
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")
 

@@ -15,9 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import machine_state, pages, phrases, stats
+from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import Bands
-from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
@@ -96,7 +95,7 @@ def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     results, text = [to_dict(study, r) for r in rows(study)], report(study)
-    files: dict[str, str | bytes] = {DASHBOARD: fs.png(dashboard(study)), TABLE: fs.png(table(study))}
+    files: dict[str, str | bytes] = {DASHBOARD: charts.png(dashboard(study)), TABLE: charts.png(table(study))}
     files |= {f"{REPORT}.md": text, f"{RESULTS}.csv": csv_text(results)}
     files |= {f"{RESULTS}.json": json.dumps(results, allow_nan=False, indent=1) + "\n"}
     for name, content in files.items():
@@ -193,7 +192,7 @@ def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and efficiency, for each batch and number of devices."""
     found, title = [r for r in rows(study) if r.sets], answer(study).finding.headline
     if not found:
-        return fs.message(title, _context(study), "Nothing was measured: see the table.")
+        return charts.message(title, _context(study), "Nothing was measured: see the table.")
     note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "
     note += f"efficiency {phrases.share(study.bands.threshold)}."
     several = [r for r in found if compared(r)]
@@ -204,18 +203,18 @@ def dashboard(study: Study) -> Figure:
         ("Efficiency", several, lambda r: r.efficiency, [study.bands.threshold]),
     ]
     sizes = dict.fromkeys(multi_gpu.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
-    colours = dict(zip(sizes, fs.SERIES, strict=False))
-    with fs.style():
-        figure, body = fs.sheet(title, _context(study), 6.0, note)
+    colours = dict(zip(sizes, charts.SERIES, strict=False))
+    with charts.style():
+        figure, body = charts.sheet(title, _context(study), 6.0, note)
         for ax, (heading, shown, value, dashed) in zip(body.subplots(2, 2).flat, panels, strict=True):
             _bars(ax, shown, colours, value)
             ax.set_title(heading)
             for level in dashed:
-                ax.axhline(level, color=fs.SOFT, lw=1.2, ls="--")
+                ax.axhline(level, color=charts.SOFT, lw=1.2, ls="--")
             ax.set_ylim(0, max(ax.get_ylim()[1], 1.1 * max(dashed, default=0)))
             ax.set_xlabel("batch size\n" if dashed else "")  # and a line for the legend
-        fs.legend(body, colours)
-        return fs.settle(figure)
+        charts.legend(body, colours)
+        return charts.settle(figure)
 
 
 def _bars(
@@ -229,7 +228,7 @@ def _bars(
         x = batches.index(_name(r)) + width * (sizes.index(size) - (len(sizes) - 1) / 2)
         ax.bar(x, value(r).value, 0.9 * width, color=colours[size], lw=0)
         if value(r).exists:
-            ax.plot([x, x], value(r).ends, color=fs.INK, lw=1.4)
+            ax.plot([x, x], value(r).ends, color=charts.INK, lw=1.4)
     ax.set_xticks(range(len(batches)), batches)
     top = max((value(r).value for r in found), default=1.0)  # intervals of two sets would hide the bars
     ax.set(xlim=(-0.6, max(0.6, len(batches) - 0.4)), ylim=(0, 1.35 * top))
@@ -244,8 +243,8 @@ def table(study: Study) -> Figure:
     gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
     widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
     title = "Performance: one device against several"
-    with fs.style():
-        figure, body = fs.sheet(title, _context(study), 0.15 * sum(lines), " ".join(gains))
+    with charts.style():
+        figure, body = charts.sheet(title, _context(study), 0.15 * sum(lines), " ".join(gains))
         ax = body.subplots()
         ax.set_axis_off()
         shares = [width / sum(widths) for width in widths]
@@ -253,6 +252,6 @@ def table(study: Study) -> Figure:
         drawn.auto_set_font_size(False)
         for (row, _), cell in drawn.get_celld().items():
             cell.set_height(lines[row])
-            cell.set_edgecolor(fs.BAND)
+            cell.set_edgecolor(charts.BAND)
             cell.set_text_props(fontsize=6.5, fontweight="normal" if row else "bold")
-        return fs.settle(figure)
+        return charts.settle(figure)

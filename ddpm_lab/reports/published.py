@@ -21,7 +21,7 @@ from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.explain import selection
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
-from ddpm_lab.explain.charts.style import png
+from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
