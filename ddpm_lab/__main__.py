@@ -41,7 +41,7 @@ GROUPS = {
     },
 }
 """The commands as --help lists them."""
-MODULES = {"recommend": "recommend", "check": "check", "rank": "train", "collect": "report"}
+MODULES = {"check": "check", "rank": "train", "collect": "report"}
 """Where a command is, if not in the module of ``ddpm_lab.cli`` that is called as its group."""
 
 

@@ -1,4 +1,4 @@
-"""Commands that measure: ``run`` and ``compare``, from their options to an exit code."""
+"""Commands that measure: ``run``, ``compare`` and ``recommend``, from their options to an exit code."""
 
 from __future__ import annotations
 
@@ -30,24 +30,28 @@ from ddpm_lab.cli.options import (
     tell,
     tracker_chosen,
 )
-from ddpm_lab.cli.recommend import PRESENT, bottleneck_report, bottleneck_study, plan_bottleneck
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import PARTS, RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder
+from ddpm_lab.files import LEDGER, check_room, configuration, expanded, ledgers, output_folder, read_settings
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
-from ddpm_lab.questions import comparison, experiments, gate, lost_scaling, planning, scripts
-from ddpm_lab.questions import multi_gpu as question
+from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
+from ddpm_lab.questions.recommend import recommend as search
+from ddpm_lab.questions.recommendation import FILE
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking
 
+MINUTES = {"quick": 10.0, "full": 60.0}
+"""Of a search, where no budget is given."""
+PRESENT = ("precision", "loader", "loader_workers", "compile")
+"""Settings of ``RunConfig`` that are options of ``run bottleneck``, beside those of every bottleneck."""
 WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 TRACKED = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
@@ -275,13 +279,107 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
     if options.network and options.parameters:
         raise ConfigError("--network and --parameters both say what is trained: give one of them")
     batch = {} if options.global_batch_size is None else {"batch_size": options.global_batch_size}
-    found = question.strategy(**given(options, "network", "parameters", "device", "output_dir"), **batch)
+    found = multi_gpu.strategy(**given(options, "network", "parameters", "device", "output_dir"), **batch)
     carried = {"--device": options.device, "--output-dir": options.output_dir}
     words = [f"{name} {shlex.quote(value)}" for name, value in carried.items() if value]
     way_out = " ".join([found.way_out(), *words]) if found.way_out() else ""
     lines = [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])]
     tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], lines)
     return 0
+
+
+# --- recommend --------------------------------------------------------------------------------------------------------
+
+
+def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
+    found = declared.options(search)
+    declared.add_options(parser, [found[name] for name in ("seeds", "images")])
+
+
+def recommend(options: argparse.Namespace) -> int:
+    no_search = reads(options, "workload")
+    if options.minutes is not None and not options.minutes > 0:
+        raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
+    minutes = None if no_search else MINUTES.get(options.preset or "quick")
+    settings: dict[str, Any] = {"minutes": minutes} | asked(options)
+    settings |= given(options, "seeds", "images", "ledger", "machine")
+    only: dict[str, list[str]] = {}
+    for text in options.only or ():
+        name, _, values = text.partition("=")
+        if not values:
+            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
+        only[name.strip()] = [value.strip() for value in values.split(",")]
+    try:
+        found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
+    except ModuleNotFoundError as missing:
+        say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
+        return 0
+    study, said = found.study, found.finding
+    path = study.output_dir / FILE
+    names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
+    values = plain({name: getattr(said, name) for name in names}) | {"settings": None if no_search else str(path)}
+    lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
+    if not no_search and not options.json:
+        image = study.output_dir / "image_output" / f"{found.file}.png"
+        save(found.figure(), image)
+        lines.append(f"figure: {image}")
+        if options.workload is None:  # a file is for ddpm-lab train
+            lines.append(f"settings: {path}" if path.exists() else "no search was made")
+    tell(options, values, lines)
+    return 0 if study.records else 1
+
+
+# --- bottleneck -------------------------------------------------------------------------------------------------------
+
+
+def bottleneck_report(study: Study) -> dict[str, Any]:
+    """What limits a step and what to change, as values; ``reports/`` gets a report, if there is a time budget."""
+    output = study.output_dir
+    lines, about = bottleneck.summary(study), bottleneck.subject(study)
+    if about is None:
+        return {"headline": lines[0], "finding": ""}
+    pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    for name, records in {"profile": (about.profile,), "bottleneck": changed}.items():
+        if records:
+            part = answer(replace(study, experiment=name, records=records))
+            picture = output / "reports" / f"{bottleneck.REPORT}_{name}.png"
+            save(part.figure(), picture)
+            pictures.append((part.finding.headline, picture.name))
+    report = bottleneck.write(study, output / "reports", pictures)
+    advice = [{**plain(asdict(a)), "impact": a.impact} for a in bottleneck.advice(study)]
+    values = {"headline": lines[0], "finding": "\n".join(lines), "advice": advice, "report": str(report)}
+    return {**values, "page": str(report.with_suffix(".html"))}
+
+
+def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> planning.Planned:
+    """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
+    check_room(output_folder(settings.get("output_dir")) / "reports")
+    planned = planning.plan_question("bottleneck", **_of_file(options) | settings)
+    campaign = planned.campaign
+    if (seconds := campaign.target.seconds) is not None:
+        planned = planned.renewed(bottleneck.fitting(campaign.experiment, seconds, campaign.held))
+    return planned
+
+
+def bottleneck_study(measured: planning.Planned) -> Study:
+    """Every record of this machine that can say something."""
+    mine = experiments.study_of(measured)
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0])
+    others = tuple(r for r in every.records if r.experiment != mine.experiment)
+    return replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets)
+
+
+def _of_file(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings in the file of ``--config``."""
+    found = read_settings(expanded(options.config), "--config") if options.config else {}
+    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
+        found.pop(name, None)
+    if found.get("nodes") == 1:
+        del found["nodes"]
+    for place, _ in PARTS:
+        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
+            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
+    return found
 
 
 COMMANDS = {
@@ -301,5 +399,26 @@ COMMANDS = {
             "sets": "the most sets to measure (default: 100)",
             "markdown": "append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)",
         },
+    ),
+    "recommend": Command(
+        recommend,
+        "recommend --minutes 10",
+        "preset minutes data held-out skip-bad network workload device global_batch_size sets resolution only "
+        "ledger machine output-dir json",
+        {
+            "minutes": "time budget (default: 10; 60 in full)",
+            "global_batch_size": "the preset's",
+            "sets": "sets that measure again what is found (default: the preset's)",
+            "resolution": "or until a difference such as 2% would be found",
+            "only": {
+                "help": "hold a setting to these values, such as precision=bf16 or loader=packed,files-2 (may be "
+                "repeated); the first is where the search sets out; settings: precision, memory, compile, ranks, "
+                "loader, batch, and on a CPU freed_memory",
+                "action": "append",
+                "metavar": "NAME=VALUE,...",
+            },
+            "machine": "whose records to read: a name, a part of it, a key, or all",
+        },
+        more=_add_options_of_a_search,
     ),
 }
