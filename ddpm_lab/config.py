@@ -301,6 +301,14 @@ class RunConfig:
         values["optimizer"]["betas"] = list(self.optimizer.betas)
         return values
 
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Plain values by name, those of a part as ``optimizer.learning_rate``."""
+        found: dict[str, Any] = {}
+        for name, value in self.as_dict().items():
+            found |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+        return found
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Rebuild a configuration; raises ConfigError for a name that does not exist."""

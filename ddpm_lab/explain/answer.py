@@ -17,7 +17,7 @@ _NONE = phrases.DASH
 ENERGY = "kWh for a million images"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """A further figure, saved under ``name``, or table of an answer; it is left out where it has no data."""
 
@@ -100,7 +100,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
     if row.sets and row.failed_sets:
         note = f"{phrases.plural(row.failed_sets, 'set')} failed: {row.reason}"
     cells = {
-        "Speed": phrases.ratio_with_interval(row),
+        "Speed": phrases.times(row.ratio),
         "Verdict": phrases.outcome(row),
         "Images/s": phrases.significant(row.images_per_second),
         ENERGY: phrases.significant(row.joules_per_image / 3.6),

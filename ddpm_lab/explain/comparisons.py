@@ -294,16 +294,11 @@ def _with_size(record: RunRecord) -> RunRecord:
 
 def _differences(mine: RunConfig, other: RunConfig) -> str:
     """What tells two baselines apart, such as "seed 3"; of a hash its beginning."""
-    words = []
-    for name, (value, others) in mine.differences(other).items():
-        if isinstance(value, dict):
-            changed = ((k, v) for k, v in value.items() if not isinstance(others, dict) or others.get(k) != v)
-            words += [f"{name} {key.replace('_', ' ')} {v}" for key, v in changed]
-        elif name == "data_sha256":
-            words.append(f"data {value[:8]}")
-        else:
-            words.append(f"{name.replace('_', ' ')} {value}")
-    return ", ".join(words)
+    theirs = other.flat
+    changed = {name: v for name, v in mine.flat.items() if name != "data" and theirs.get(name) != v}
+    if "data_sha256" in changed:
+        changed["data"] = changed.pop("data_sha256")[:8]
+    return ", ".join(f"{name.replace('.', ' ').replace('_', ' ')} {value}" for name, value in changed.items())
 
 
 def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:

@@ -305,7 +305,7 @@ def evidence_of(row: Comparison) -> str:
     if not row.ratio.exists:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
-    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}{noise(row)}"
+    text = f"Ratio {phrases.times(row.ratio)}, 95 % interval over {sets}{noise(row)}"
     text += "" if row.resolved else f"; resolves {phrases.share(row.resolves)}"
     return f"{text}{f'; {row.why}' if row.why else ''}."
 

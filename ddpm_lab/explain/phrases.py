@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
@@ -69,17 +69,8 @@ def ratio(row: Comparison) -> str:
     return f"{row.ratio.value:.{decimals(row.ratio)}f}"
 
 
-def ratio_with_interval(row: Comparison, what: str = "") -> str:
-    """Such as "1.62 (1.55 to 1.69)"; without an interval "1.62"."""
-    return times(row.ratio, what=what)
-
-
-def evidence(row: Comparison) -> str:
+def evidence(estimate: stats.Estimate) -> str:
     """Such as "95 % interval 1.55 to 1.69, 6 sets", or "1 set, no interval"."""
-    return evidence_of(row.ratio)
-
-
-def evidence_of(estimate: stats.Estimate) -> str:
     sets = plural(estimate.sets, "set")
     return f"95 % interval {between(estimate)}, {sets}" if estimate.exists else f"{sets}, no interval"
 
@@ -104,11 +95,6 @@ def seconds(value: float) -> str:
     return f"{significant(value / 3600)} h"
 
 
-def with_interval(say: Callable[[float], str], value: float, low: float, high: float) -> str:
-    """A value with its interval, as ``say`` says numbers: "12 s (11 s to 13 s)"; without one "12 s"."""
-    return say(value) if math.isnan(low) else f"{say(value)} ({say(low)} to {say(high)})"
-
-
 def memory(value: float) -> str:
     """Bytes as MiB or GiB."""
     if math.isnan(value):
@@ -126,11 +112,6 @@ def peak_of(config: RunConfig, allocated: float, resident: float) -> str:
     if config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident):
         return f"{memory(resident)} RSS"
     return memory(allocated)
-
-
-def throughput(row: Comparison) -> str:
-    """Such as "4,310 images/s"."""
-    return f"{significant(row.images_per_second)} images/s"
 
 
 def settings(config: RunConfig) -> str:

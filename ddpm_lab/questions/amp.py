@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import COLOURS, MEANING, Answer, View, measured, projection, speeds
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars
@@ -24,28 +26,16 @@ def amp(
     families, left_out = [], []
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
-        name = setup.family_name(batch, ranks)
-        families.append(
-            Family(
-                name=name,
-                baseline_label="fp32",
-                baseline=setup.config(global_batch_size=batch, world_size=ranks),
-                candidates=tuple(
-                    (p, setup.config(global_batch_size=batch, world_size=ranks, precision=p))
-                    for p in sorted(wanted, key=("bf16", "fp16", "tf32").index)
-                    if p in able
-                ),
-                primary="bf16",
-            )
-        )
+        name, base = setup.family_name(batch, ranks), setup.config(global_batch_size=batch, world_size=ranks)
+        rows = tuple((p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32") if p in wanted and p in able)
+        families.append(Family(name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16"))
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
     return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
 
 
 def answer(study: Study) -> Answer:
     """Compare the speed of each format with fp32."""
-    caption = "Time for 50,000 images in each precision."
-    times = View(caption=caption, name="time", figure=lambda: times_figure(study))
+    times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
     return speeds(study, compared(study), views=(times, *trained_views(study)))
 
 

@@ -243,8 +243,8 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
     elif not row.sets:
         evidence = phrases.failure(row)
     else:
-        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{findings.noise(row)})"
-        evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
+        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row.ratio)}{findings.noise(row)}"
+        evidence += ")" if row.resolved else f"); {phrases.outcome(row)}"
         if other.compile != "off" and about.config.compile == "off":
             evidence += f". {torch_compile.sentence(study, row).removesuffix('.')}"
     line = about.taken.running

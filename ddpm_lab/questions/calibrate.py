@@ -258,7 +258,7 @@ def _measured(found: Calibration) -> str:
 
 
 def _estimate(row: Comparison) -> str:
-    return f"{row.ratio.value:.3f} ({phrases.evidence(row)})"
+    return f"{row.ratio.value:.3f} ({phrases.evidence(row.ratio)})"
 
 
 def figure(found: Calibration) -> Figure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,28 +86,23 @@ def change(
     row: Comparison | None, config: RunConfig, base: RunConfig, judged: quality.Equivalence, **known: Any
 ) -> Change:
     """The change from ``base`` to ``config``, by its comparison if there is one, and the verdict on its quality."""
-    changed, status = config.differences(base), NOT_MEASURED if row is None else FAILED
+    status = NOT_MEASURED if row is None else FAILED
     verdict = NOT_MEASURED if row is None else phrases.outcome(row)
     if row is not None and row.sets:
         useless = row.sets >= stats.LEAST_SETS and row.ratio.high < 1 + row.resolution
         status = row.verdict if row.resolved else NO_GAIN if useless else INCONCLUSIVE
         known |= {"ratio": row.ratio.value, "low": float(row.ratio.low), "high": float(row.ratio.high)}
     status = WORSE if judged.verdict == quality.WORSE and status != FAILED else status
-    before, after = (", ".join(_as_written(changed, i)) for i in (1, 0))
-    known |= {"current": before, "recommended": after, "verdict": verdict, "quality": quality.sentence(judged)}
+    known |= {"current": _as_written(base, config), "recommended": _as_written(config, base)}
+    known |= {"verdict": verdict, "quality": quality.sentence(judged)}
     return Change(status=status, **known)
 
 
-def _as_written(changed: Mapping[str, tuple[Any, Any]], side: int) -> list[str]:
-    """The changed settings of one side as a file of settings has them: ``precision = "fp32"``."""
-    rows = []
-    for name, pair in changed.items():
-        if isinstance(pair[0], Mapping):
-            mine, other = pair[side], pair[1 - side]  # options need not be there on both sides
-            rows += [(f"{name}.{part}", mine[part]) for part in mine if part not in other or mine[part] != other[part]]
-        else:
-            rows.append((name, pair[side]))
-    return [f"{name} = {json.dumps(value)}" for name, value in rows]
+def _as_written(one: RunConfig, other: RunConfig) -> str:
+    """The settings of one that another does not have, as a file has them: ``precision = "fp32"``."""
+    theirs = {**other.flat, "data": one.data}
+    changed = ((n, v) for n, v in one.flat.items() if n not in theirs or theirs[n] != v)  # options may be on one side
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in changed)
 
 
 def table(found: Sequence[Change]) -> Table:

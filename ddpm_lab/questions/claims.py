@@ -131,7 +131,8 @@ class Reading(NamedTuple):
 
     def factor(self) -> str:
         """Such as "3.07 (2.15 to 4.36)"."""
-        text = phrases.with_interval(phrases.significant, self.ratio.value, *self.ratio.ends)
+        value, low, high = map(phrases.significant, (self.ratio.value, *self.ratio.ends))
+        text = f"{value} ({low} to {high})" if self.ratio.exists else value
         return "the true value is 0" if math.isinf(self.ratio.value) else text
 
 
@@ -244,7 +245,7 @@ def _times_of_steps(found: Records) -> dict[str, Reading]:
     compiled, looks, also = found.own.get("compiled"), found.faster("profiled", narrow.label) if narrow else (), ""
     if narrow and looks:
         also = f"{narrow.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
-        also += f", and is {phrases.ratio_with_interval(narrow)}"
+        also += f", and is {phrases.times(narrow.ratio)}"
     read = {
         "multiplied": _against(found.starts(), found.step, times=DRAWN),
         "cold": _against([statistics.fmean(a["step_seconds"]) for a in found.runs("fresh").values()], found.step),
@@ -258,7 +259,7 @@ def _times_of_steps(found: Records) -> dict[str, Reading]:
         runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
         wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs]
         also = f"compiled looks {phrases.significant(found.step.value / _mean(wrong).value, 2)} times as fast as eager"
-        also += f", and is {phrases.ratio_with_interval(compiled)}"
+        also += f", and is {phrases.times(compiled.ratio)}"
         read["compiling"] = _against(wrong, found.step_of(compiled), also)
     return read
 
@@ -396,7 +397,7 @@ def _said(row: Comparison) -> str:
     """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
     grown = row.batch != row.baseline.global_batch_size
     base = f"batch {row.baseline.global_batch_size}" if grown and row.ranks == 1 else row.baseline_label
-    said = f"{row.label} {phrases.ratio_with_interval(row)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
+    said = f"{row.label} {phrases.times(row.ratio)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
     number, own = _NOTEBOOKS.get(row.experiment), "this notebook" if row.experiment == "claims" else row.experiment
     return f"{said}{', weak scaling' * (grown and row.ranks > 1)}, {f'notebook {number}' if number else own}"
 

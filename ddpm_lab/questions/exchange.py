@@ -86,7 +86,7 @@ def answer(study: Study) -> Answer:
         shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
         text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
         if not row.resolved:
-            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
+            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
         notes.append(f"Without exchange a step of {row.family} is {text}.")
     return speeds(study, compared(study, keep=findings.trains, own=lambda _: notes), views=trained_views(study))
 

@@ -427,10 +427,10 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     several = [r for r in found if r.baseline_id == last.baseline_id]
     faster = [r for r in several if r.verdict == stats.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
-    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead)})"
+    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead.ratio)})"
     if not faster and not all(r.answered for r in several):
         answer, pair = stats.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
-        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"
+        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead.ratio)}), {phrases.outcome(lead)}"
     return Strategy(
         answer=answer,
         reason=reason,

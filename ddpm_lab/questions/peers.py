@@ -290,7 +290,8 @@ def _evidence(study: Study) -> str:
     if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
         told.append("Compilation of the others is not tried on a CPU but in full.")
     if base is not None:
-        told.append(f"This trainer takes {phrases.throughput(base)} in {base.config.precision} at batch {base.batch}.")
+        rate = phrases.significant(base.images_per_second)
+        told.append(f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}.")
     return " ".join((*told, limits_sentence(study, base))).strip()
 
 

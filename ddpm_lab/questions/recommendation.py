@@ -251,9 +251,9 @@ def steps_table(found: Recommendation) -> Table:
     return [
         {
             "Configuration": f"{'+ ' * (i > 0)}{step.label}",
-            "Against the step before": phrases.ratio_with_interval(step.gain) if i and step.gain.sets else phrases.DASH,
+            "Against the step before": phrases.times(step.gain.ratio) if i and step.gain.sets else phrases.DASH,
             "Verdict": step.gain.verdict if i else phrases.DASH,
-            "Against the baseline": phrases.ratio_with_interval(step.row) if i else phrases.DASH,
+            "Against the baseline": phrases.times(step.row.ratio) if i else phrases.DASH,
             "Images/s": phrases.significant(step.row.images_per_second),
             "Step": phrases.seconds(step.row.step_seconds),
             "Peak memory": phrases.peak_memory(step.row),

@@ -44,9 +44,8 @@ RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", 
 def is_command(side: Any) -> bool:
     """Whether a side of a comparison is a command line."""
     text = str(side).strip() if isinstance(side, str | Path) else ""
-    return " " in text or (
-        text != "" and not text.endswith(".toml") and os.access(text, os.X_OK) and Path(text).is_file()
-    )
+    program = text != "" and not text.endswith(".toml") and os.access(text, os.X_OK) and Path(text).is_file()
+    return " " in text or program
 
 
 def configuration(
@@ -67,12 +66,9 @@ def labels(one: str, two: str) -> tuple[str, str]:
         first, second = one.split(), two.split()
         same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
         keep = max(0, min(same, len(first), len(second)) - 1)
-        one, two = (shorten(" ".join(["..."] * bool(keep) + words[keep:])) for words in (first, second))
+        one, two = (" ".join(["..."] * bool(keep) + words[keep:]) for words in (first, second))
+        one, two = (t if len(t) <= LONGEST_LABEL else f"{t[: LONGEST_LABEL - 3]}..." for t in (one, two))
     return (one, two) if one != two else (one, f"{two} (candidate)")
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 3]}..."
 
 
 def look(
@@ -85,9 +81,8 @@ def look(
     command, log = config.command, log_of(instrument.cache, config)
     how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
     try:
-        group = CommandGroup(
-            config, log=log, tree=tree, progress=lambda t: instrument.progress(f"{command}: {t}"), **how
-        )
+        how["progress"] = lambda text: instrument.progress(f"{command}: {text}")
+        group = CommandGroup(config, log=log, tree=tree, **how)
         try:
             group.window(settle=1, steps=2, limit=instrument.limits.build_seconds, stage="looking at it")
             seen = group.witness()[0]
@@ -143,19 +138,16 @@ def measure(
         if not quiet:
             for line in unequal(ran, other, images):
                 say(f"note: {line}", error=True)
-        begun, cores = time.time(), cores_asked((one, two))
+        # All cores where a side chooses its threads itself; otherwise those that are free.
+        itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in (one, two))
+        begun, cores = time.time(), hardware.usable_cores() if itself else None
         how = {"output": output, "quiet": quiet, "cores": cores, **limits}
-        both = dataclasses.replace(
-            beside, key=digest([code.key, beside.key]), sources={**code.sources, **beside.sources}
-        )
-        code = beside.with_revision(code) if tree else both
+        key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
+        code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
         measured = plan_pair((one, two), names, code=code, **how).measure()
     if not quiet and not tree and (files := written_since(begun, Path.cwd(), output)):
-        shown = phrases.joined([str(f) for f in files[:3]])
-        say(
-            f"note: {shown} were written here meanwhile: if both sides write them, give each its own folder",
-            error=True,
-        )
+        shown = f"note: {phrases.joined([str(f) for f in files[:3]])} were written here meanwhile"
+        say(f"{shown}: if both sides write them, give each its own folder", error=True)
     return measured
 
 
@@ -178,19 +170,12 @@ def _contents(code: CodeVersion, root: str) -> set[tuple[str, str]]:
     return {(os.path.relpath(file, root), source.sha256) for file, source in code.sources.items()}
 
 
-def cores_asked(pair: Sequence[RunConfig]) -> int | None:
-    """All cores where a side chooses its threads itself; None where it takes those that are free."""
-    itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in pair)
-    return hardware.usable_cores() if itself else None
-
-
 def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
     """Files below a folder that were written since a moment, those of the lab's ``output`` left out."""
     found, left = [], MOST_FILES
     for place, folders, files in os.walk(folder):
-        folders[:] = [
-            f for f in folders if f[:1] != "." and f != "__pycache__" and Path(place, f) != output / "trace_output"
-        ]
+        own = output / "trace_output"
+        folders[:] = [f for f in folders if f[:1] != "." and f != "__pycache__" and Path(place, f) != own]
         left -= len(files)
         if left < 0:
             break
@@ -203,35 +188,28 @@ def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
 
 def ran_as(seen: Mapping[str, Any]) -> str:
     """What a command ran, as it said itself."""
-    formats = ", ".join(seen["weights"]) + (
-        f" under autocast {', '.join(seen['autocast'])}" if seen["autocast"] else ""
-    )
+    autocast = f" under autocast {', '.join(seen['autocast'])}" if seen["autocast"] else ""
     said = [
         f"{phrases.plural(seen['world_size'], 'rank')} on {seen['device']}",
         phrases.plural(seen["threads"], "thread"),
-    ]
-    said += [
-        f"{seen['parameters']:,} parameters in {formats}",
+        f"{seen['parameters']:,} parameters in {', '.join(seen['weights'])}{autocast}",
         seen["optimizer"] + ", one of several optimizers" * seen["several_optimizers"],
+        "compiled" * bool(seen["compiled"]),
+        f"torch {seen['versions'].get('torch', '?')}, Python {seen['python']}",
     ]
-    said += ["compiled"] if seen["compiled"] else []
-    return ", ".join([*said, f"torch {seen['versions'].get('torch', '?')}", f"Python {seen['python']}"])
+    return ", ".join(filter(None, said))
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """What the two sides say differently of themselves, such as "torch 2.11.0 against 2.15.0"."""
     pairs = [(name, one[name], two[name]) for name in (*RAN, "python", "cuda")]
-    pairs += [
-        (name, one["versions"][name], two["versions"][name]) for name in one["versions"] if name in two["versions"]
-    ]
+    pairs += [(name, a, two["versions"][name]) for name, a in one["versions"].items() if name in two["versions"]]
     return [f"{name} {_plain(a)} against {_plain(b)}" for name, a, b in pairs if a != b]
 
 
 def unequal(one: Mapping[str, Any], two: Mapping[str, Any], images: Sequence[int]) -> list[str]:
     """A line where one step of a side may be other work than one of the other's."""
-    others = [name for name in WORK if one[name] != two[name]] + (
-        ["images of a step"] if images[0] != images[1] else []
-    )
+    others = [name for name in WORK if one[name] != two[name]] + ["images of a step"] * (images[0] != images[1])
     return [f"a step of the two sides may not be equal work: {phrases.joined(others)} differ"] if others else []
 
 
@@ -250,18 +228,10 @@ def told(study: Study) -> list[str]:
         lines += [f"{sides[1].label} differs from {sides[0].label}: {different}"] if different else []
         lines += unequal(one, two, [r.config.global_batch_size for r in sides])
     skipped = sum(w.state.get("skipped_steps") or 0.0 for r in ran.values() for w in r.windows)
-    lines += (
-        [f"gradient scaling skipped {phrases.plural(int(skipped), 'step')}, which count as steps"] if skipped else []
-    )
-    slow = [
-        w
-        for r in ran.values()
-        for w in r.windows
-        if max(w.step_seconds) > LONG_STEP * statistics.median(w.step_seconds)
-    ]
-    if slow:
-        lines.append(
-            f"{phrases.plural(len(slow), 'window')} held a step {LONG_STEP:.0f} times as long as usual, such as an "
-            "evaluation or a checkpoint; it counts"
-        )
+    if skipped:
+        lines.append(f"gradient scaling skipped {phrases.plural(int(skipped), 'step')}, which count as steps")
+    steps = [w.step_seconds for r in ran.values() for w in r.windows]
+    if slow := sum(max(each) > LONG_STEP * statistics.median(each) for each in steps):
+        held = f"{phrases.plural(slow, 'window')} held a step {LONG_STEP:.0f} times as long as usual"
+        lines.append(f"{held}, such as an evaluation or a checkpoint; it counts")
     return lines

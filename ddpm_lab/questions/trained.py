@@ -96,7 +96,7 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
         shown.append(
             {
                 "Configuration": f"{row.label} (baseline)" if lead else row.label,
-                "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
+                "Speed": phrases.times(row.ratio) if row.sets else _NONE,
                 "Verdict on speed": phrases.outcome(row),
                 "Quality": "baseline" if lead else row.quality,
                 "Held-out loss": f"{final:.4f}" if records else _NONE,

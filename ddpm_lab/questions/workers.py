@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from ddpm_lab.checks import choice
@@ -50,22 +51,12 @@ def workers(
         kinds.append((f"loader alone, {setup.loader_name(batch)}", {"workload": LOADER_ALONE}))
     for name, settings in kinds:
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
-        families.append(
-            Family(
-                name=name,
-                baseline_label=phrases.plural(first, "worker"),
-                baseline=base,
-                candidates=tuple(
-                    (phrases.plural(n, "worker"), dataclasses.replace(base, loader_workers=n)) for n in others
-                ),
-                primary=phrases.plural(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked), "worker"),
-            )
-        )
-        left_out += [
-            (name, phrases.plural(n, "worker"), f"more than the {setup.cores_name}")
-            for n in asked
-            if n > setup.usable_cores
-        ]
+        label = partial(phrases.plural, noun="worker")
+        rows = tuple((label(n), replace(base, loader_workers=n)) for n in others)
+        primary = label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked))
+        families.append(Family(name=name, baseline=base, baseline_label=label(first), candidates=rows, primary=primary))
+        many = [n for n in asked if n > setup.usable_cores]
+        left_out += [(name, label(n), f"more than the {setup.cores_name}") for n in many]
     # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
     trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
@@ -73,8 +64,7 @@ def workers(
 
 def answer(study: Study) -> Answer:
     """Compare the speed with each number of workers, training and loading alone."""
-    caption = "Time for 50,000 images against the number of loader workers."
-    times = View(caption=caption, name="time", figure=lambda: by_workers(study))
+    times = View("Time for 50,000 images against the number of loader workers.", "time", lambda: by_workers(study))
     return speeds(study, compared(study), views=(times,))
 
 

@@ -156,7 +156,7 @@ def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summa
     if row.role == "candidate" and row.sets:
         gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
         gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
-        notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+        notes += [f"{phrases.evidence(row.ratio)}, {phrases.outcome(row)}", f"quality {row.quality}"]
     gain |= {"epoch_seconds": row.projected_seconds if told.seconds else None, "job_id": _job(mine)}
     return dataclasses.replace(told, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
 
@@ -348,9 +348,7 @@ def of_record(record: RunRecord) -> dict[str, Any]:
 
 def settings(config: RunConfig) -> dict[str, Any]:
     """Settings by name, such as ``optimizer.learning_rate``, but for the place of the images."""
-    values = config.as_dict().items()
-    nested = {f"{table}.{k}": v for table, inner in values if isinstance(inner, dict) for k, v in inner.items()}
-    return {name: v for name, v in values if not isinstance(v, dict) and name != "data"} | nested
+    return {name: value for name, value in config.flat.items() if name != "data"}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -145,13 +145,11 @@ def name_of(config: RunConfig) -> str:
     usual = RunConfig()
     words = [config.work_name, f"batch {config.global_batch_size}"]
     words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
-    for name, (value, before) in config.differences(usual).items():
-        if name in _NOT_NAMED:
-            continue
-        if isinstance(value, dict):
-            words += [f"{name}.{k} {v}" for k, v in value.items() if before[k] != v]
-        else:
-            words.append(f"{name} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{name}")
+    before = usual.flat
+    for name, value in config.flat.items():
+        if name.partition(".")[0] not in _NOT_NAMED and value != before.get(name):
+            plain = "." not in name and isinstance(value, bool)
+            words.append(f"{'' if value else 'no '}{name}" if plain else f"{name} {value}")
     own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
     words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
     return ", ".join(words)

@@ -130,11 +130,8 @@ def environment(where: Environment) -> dict[str, Any]:
 
 def settings(config: RunConfig) -> dict[str, Any]:
     """Settings by name, those of a part as ``part.name``; none of them holds a path."""
-    flat: dict[str, Any] = {}
-    for name, value in config.as_dict().items():
-        if name not in ("data", *NOT_IN_FILES):
-            flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: str(value) if isinstance(value, list) else value for name, value in flat.items()}
+    kept = ((n, v) for n, v in config.flat.items() if n.partition(".")[0] not in ("data", *NOT_IN_FILES))
+    return {name: str(value) if isinstance(value, list) else value for name, value in kept}
 
 
 class TrackedTraining:

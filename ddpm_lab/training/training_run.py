@@ -159,14 +159,9 @@ def _check_machine(config: RunConfig, place: str) -> None:
 
 def _differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Settings that decide what is learned and differ, as ``name is A, and was B``."""
-    found = []
-    for name, (mine, other) in ours.differences(theirs).items():
-        if name in ("optimizer", "diffusion"):
-            inner = LEARNED_BY if name == "optimizer" else mine
-            found += [(f"{name}.{key}", mine[key], other[key]) for key in inner if mine[key] != other[key]]
-        elif name in LEARNED:
-            found.append((name, mine, other))
-    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in found]
+    mine, before, learned = ours.flat, theirs.flat, {*LEARNED, *(f"optimizer.{name}" for name in LEARNED_BY)}
+    names = [n for n in mine if (n in learned or n.startswith("diffusion.")) and mine[n] != before[n]]
+    return [f"{n} is {mine[n]!r}, and was {before[n]!r}" for n in names]
 
 
 def train(
