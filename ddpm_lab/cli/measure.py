@@ -24,7 +24,6 @@ from ddpm_lab.cli.options import (
     add,
     asked,
     given,
-    plain,
     reads,
     refuse_others,
     tell,
@@ -284,7 +283,7 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
     words = [f"{name} {shlex.quote(value)}" for name, value in carried.items() if value]
     way_out = " ".join([found.way_out(), *words]) if found.way_out() else ""
     lines = [found.sentence(), *([f"to measure it: {way_out}"] if way_out else [])]
-    tell(options, [{"experiment": STRATEGY, **plain(asdict(found))}], lines)
+    tell(options, [{"experiment": STRATEGY, **table.values(asdict(found))}], lines)
     return 0
 
 
@@ -317,7 +316,7 @@ def recommend(options: argparse.Namespace) -> int:
     study, said = found.study, found.finding
     path = study.output_dir / FILE
     names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
-    values = plain({name: getattr(said, name) for name in names}) | {"settings": None if no_search else str(path)}
+    told = table.values({name: getattr(said, name) for name in names} | {"settings": None if no_search else str(path)})
     lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
     if not no_search and not options.json:
         image = study.output_dir / "image_output" / f"{found.file}.png"
@@ -325,7 +324,7 @@ def recommend(options: argparse.Namespace) -> int:
         lines.append(f"figure: {image}")
         if options.workload is None:  # a file is for ddpm-lab train
             lines.append(f"settings: {path}" if path.exists() else "no search was made")
-    tell(options, values, lines)
+    tell(options, told, lines)
     return 0 if study.records else 1
 
 
@@ -346,7 +345,7 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
             save(part.figure(), picture)
             pictures.append((part.finding.headline, picture.name))
     report = bottleneck.write(study, output / "reports", pictures)
-    advice = [{**plain(asdict(a)), "impact": a.impact} for a in bottleneck.advice(study)]
+    advice = [{**table.values(asdict(a)), "impact": a.impact} for a in bottleneck.advice(study)]
     values = {"headline": lines[0], "finding": "\n".join(lines), "advice": advice, "report": str(report)}
     return {**values, "page": str(report.with_suffix(".html"))}
 

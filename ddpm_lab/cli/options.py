@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -208,11 +207,6 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
     """How a question is asked: those of ``SETTINGS`` that are given. Raises ConfigError for no share as resolution."""
     found = given(options, *SETTINGS)
     return found | ({"resolution": percent(found["resolution"])} if "resolution" in found else {})
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for JSON, which has no number that is not finite: what is unknown is null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, asked, given, plain, reads, tell
+from ddpm_lab.cli.options import COMMON, Command, asked, given, reads, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT
@@ -70,7 +70,7 @@ def figures(options: argparse.Namespace) -> int:
         found = published.publish(files, options.machine, output)
     else:
         found = published.rebuild(files, options.machine, output, options.bands or DEFAULT)
-    rows = [plain({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
+    rows = [table.values({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
 

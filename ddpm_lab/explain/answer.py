@@ -138,13 +138,8 @@ def row(c: Comparison, name: str = "") -> Row:
         high=c.ratio.high,
         colour=COLOURS.get(c.verdict, charts.OPEN),
         dots=c.set_ratios if c.sets > 1 else (),
-        text=numbers(c.ratio),
+        text=phrases.times(c.ratio).replace(" (", "  (").replace(" to ", phrases.DASH),
     )
-
-
-def numbers(ratio: Interval) -> str:
-    """Such as "1.62  (1.55–1.69)"."""
-    return phrases.times(ratio).replace(" (", "  (").replace(" to ", phrases.DASH)
 
 
 def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:

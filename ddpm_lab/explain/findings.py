@@ -58,8 +58,8 @@ class Finding:
     high: float = math.nan
     noise_low: float = math.nan
     noise_high: float = math.nan
-    quality: str = f"quality {QUALITY}"
-    way_out: str = ""
+    quality: str
+    way_out: str
 
     @property
     def claim(self) -> str:
@@ -76,19 +76,30 @@ class Finding:
         return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}" if self.sets else phrases.DASH
 
 
-def plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
-    """A finding about no comparison; empty notes are dropped."""
+def plain(
+    study: Study,
+    headline: str,
+    status: str,
+    *notes: str,
+    evidence: str = "",
+    verdict: str = "",
+    quality: str = f"quality {QUALITY}",
+    way_out: str = "",
+) -> Finding:
+    """A finding about no comparison; empty notes are dropped, and the ``verdict`` is usually the status."""
     return Finding(
         experiment=study.experiment,
         question=study.experiment,
         headline=headline,
         evidence=evidence.strip(),
         notes=tuple(filter(None, map(str.strip, notes))),
-        verdict=status,
+        verdict=verdict or status,
         status=status,
         hardware=study.hardware,
         date=study.date,
         published=study.published,
+        quality=quality,
+        way_out=way_out,
     )
 
 
@@ -231,7 +242,7 @@ def _nothing_to_compare(
             free = phrases.plural(few.config.threads * few.config.node_size, "free core")
             headline = f"Not measured: with {free} every candidate needs more"
     way_out = command_of(about, own_images=study.own_images) if about else ""
-    return replace(plain(study, headline, status, *notes), way_out=way_out)
+    return plain(study, headline, status, *notes, way_out=way_out)
 
 
 def _labels(rows: Sequence[Comparison]) -> str:
@@ -341,11 +352,6 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
     if row.experiment in _BATCH_OPTION:
         words += [_BATCH_OPTION[row.experiment], str(config.global_batch_size)]
     return " ".join(words)
-
-
-def trains(row: Comparison) -> bool:
-    """True if the ranks synchronise gradients; without that they train separate models."""
-    return bool(row.config.exchange.enabled)
 
 
 def noise(row: Comparison) -> str:

@@ -96,11 +96,6 @@ def warnings(study: Study) -> tuple[str, ...]:
     return (*told, *_cores_used(study))
 
 
-def busy(study: Study) -> str:
-    """Return ``warnings`` as text, each sentence after a space."""
-    return "".join(f" {sentence}" for sentence in warnings(study))
-
-
 def _cores_used(study: Study) -> list[str]:
     """Return a sentence if fewer cores were used than there are, and whether others used the rest."""
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)

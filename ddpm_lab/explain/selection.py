@@ -151,7 +151,10 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = shown + [r for group in others for r in _one_cohort(group)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
-    return shown + [r for group in _by_experiment(same) for r in _one_code(group)] + looks
+    for group in _by_experiment(same):  # of the code and data tried last: a trial has no turns, and so no plan of a set
+        latest = max(group, key=moment).cohort[:3]
+        shown = shown + [r for r in group if r.cohort[:3] == latest]
+    return shown + looks
 
 
 def _by_experiment(records: Sequence[T]) -> list[list[T]]:
@@ -203,12 +206,6 @@ def note(damaged: Iterable[Damaged]) -> None:
     """Print a note of each line of a ledger that cannot be read."""
     for line in damaged:
         say(f"note: {line}")
-
-
-def _one_code(trials: Sequence[T]) -> list[T]:
-    """Those of the code and data that were tried last: a trial has no turns, so the plan of a set is not part of it."""
-    latest = max(trials, key=moment).cohort[:3]
-    return [r for r in trials if r.cohort[:3] == latest]
 
 
 def moment(record: RunRecord | Head) -> float:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from ddpm_lab.output import printable, say
 
@@ -88,6 +90,11 @@ def code(text: object) -> Rendered:
     line = printable(text)
     marks, pad = "`" * (1 + max(map(len, re.findall("`+", line)), default=0)), " " * ("`" in line)
     return Rendered(f"{marks}{pad}{line}{pad}{marks}")
+
+
+def values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON and CSV, which have no number that is not finite: what is unknown is None."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:

@@ -308,8 +308,8 @@ def verdict(about: Subject) -> str:
         return f"{bd.headline(about.taken)}: no bottleneck is named."
     compute, io = line.share(bd.COMPUTE), line.share(bd.IO)
     most = max((bd.IO, bd.TRANSFER, bd.COMPUTE, bd.OTHER), key=line.share)
-    told = f"compute share {bd.percent(compute)} ({TARGETS.compute_name(compute)})"
-    told += f", I/O {bd.percent(io)} ({TARGETS.io_name(io)})"
+    told = f"compute share {bd.percent(compute)} ({bd.named(compute, TARGETS.compute_names)})"
+    told += f", I/O {bd.percent(io)} ({bd.named(io, TARGETS.io_names)})"
     if most == bd.COMPUTE and io >= TARGETS.io:
         told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
@@ -438,5 +438,5 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         budget=bd,
         phrases=phrases,
         documents=documents(TARGETS.whose),
-        busy=machine_state.busy(study).strip(),
+        busy=" ".join(machine_state.warnings(study)),
     )

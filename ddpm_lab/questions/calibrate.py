@@ -23,6 +23,7 @@ from ddpm_lab.explain.charts import Figure, Line, Plot
 from ddpm_lab.explain.charts import lines as draw
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
+from ddpm_lab.explain.table import values
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.others import free_cores, measuring
@@ -144,7 +145,8 @@ class Calibration:
     def resolvable(self) -> dict[int, float | None]:
         """The smallest difference that so many minutes resolve here; None where they have fewer than four sets."""
         sets = {m: int(m * 60 / self.seconds_per_set) if self.seconds_per_set else 0 for m in MINUTES}
-        return {m: _known(stats.resolvable(self.noise, n)) for m, n in sets.items()}
+        found = {m: stats.resolvable(self.noise, n) for m, n in sets.items()}
+        return {m: value if math.isfinite(value) else None for m, value in found.items()}
 
     @property
     def passed(self) -> bool:
@@ -159,10 +161,8 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
-        null, slow = (
-            {"ratio": _known(e.value), "low": _known(e.low), "high": _known(e.high)}
-            for e in (self.twin.ratio, self.slower.ratio)
-        )
+        ratios = (self.twin.ratio, self.slower.ratio)
+        null, slow = (values({"ratio": e.value, "low": e.low, "high": e.high}) for e in ratios)
         machine = self.first.environment.machine
         return {
             "hardware": machine.name,
@@ -176,7 +176,7 @@ class Calibration:
             "disturbed_sets": self.slower.disturbed_sets,
             "threads": self.first.config.threads or machine.usable_cores,
             "seconds_per_set": round(self.seconds_per_set, 2),
-            "noise_between_sets": _known(self.noise),
+            "noise_between_sets": None if math.isnan(self.noise) else self.noise,
             "null": null,
             "null_called_at_99": self.null_called,
             "planted_ratio": self.truth,
@@ -225,10 +225,6 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
 
 def _percent(value: float | None) -> str:
     return "unknown" if value is None or math.isnan(value) else f"{phrases.significant(100 * value, 2)} %"
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def lines(found: Calibration) -> list[str]:

@@ -20,7 +20,7 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import RECOMMENDATION, Study
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
-from ddpm_lab.questions.profile import TARGETS
+from ddpm_lab.questions.profile import TARGETS, named
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
@@ -66,7 +66,7 @@ class Change:
     @property
     def impact(self) -> str:
         """High, medium or low by the lower end of the interval; unknown unless it is faster."""
-        return TARGETS.impact(self.low) if self.status == FASTER else "unknown"
+        return named(self.low, TARGETS.impacts) if self.status == FASTER else "unknown"
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -90,9 +90,8 @@ def answer(study: Study) -> Answer:
         headline = f"Of {len(CLAIMS)} published claims {refuted} are refuted and {confirmed} confirmed"
         headline += f"; {untestable} need GPUs" * bool(untestable)
         told = " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
-        finding = plain(study, headline, ANSWERED, told, *machine_state.warnings(study))
-        quality_told = "quality in the table, where a claim is about it"
-        shown = replace(shown, finding=replace(finding, verdict="judged", quality=quality_told))
+        known = {"verdict": "judged", "quality": "quality in the table, where a claim is about it"}
+        shown = replace(shown, finding=plain(study, headline, ANSWERED, told, *machine_state.warnings(study), **known))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
     figure, views = shown.figure, (View(caption=wrong, table=lambda: fault_table(study)),)
     return replace(shown, figure=lambda: fault_figure(study) or figure(), table=lambda: table(study), views=views)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
+from ddpm_lab.explain.table import values
 from ddpm_lab.files import PREPARED, configuration, expanded, output_folder, read_settings
 from ddpm_lab.output import say
 from ddpm_lab.plan import RESOLUTION
@@ -251,10 +251,10 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     """The same as plain values; what is unknown is null."""
     losses = first_losses(study)
     return {
-        **{name: _known(getattr(finding, name)) for name in _ANSWER},
+        **values({name: getattr(finding, name) for name in _ANSWER}),
         "ran": _witnesses(study),
         "resolution": study.resolution,
-        "sides": [{name: _known(getattr(row, name)) for name in _SIDE} for row in comparisons(study)],
+        "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(study)],
         "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
     }
 
@@ -275,10 +275,6 @@ def _witnesses(study: Study) -> list[str]:
         said += [f"{name} {seen[name]}" for name in ("precision", "compile", "loader_workers") if name in seen]
         found.append(f"{label} ran as {', '.join(said)} (read back from the run)")
     return found
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Losses(NamedTuple):

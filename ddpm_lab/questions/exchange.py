@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import findings, machine_state, phrases
+from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.charts import Figure, Line, Plot, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
@@ -80,7 +80,7 @@ def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BA
 
 def answer(study: Study) -> Answer:
     """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
-    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not findings.trains(r)]
+    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not r.config.exchange.enabled]
     notes = []
     for row in silent:
         shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
@@ -88,7 +88,8 @@ def answer(study: Study) -> Answer:
         if not row.resolved:
             text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
         notes.append(f"Without exchange a step of {row.family} is {text}.")
-    return speeds(study, compared(study, keep=findings.trains, own=lambda _: notes), views=trained_views(study))
+    found = compared(study, keep=lambda row: row.config.exchange.enabled, own=lambda _: notes)
+    return speeds(study, found, views=trained_views(study))
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ def answer_all_reduce(study: Study) -> Answer:
     headline = f"{most.ranks} ranks exchange {up}, and {down}"
     sets = phrases.plural(most.sets, "set")
     evidence = f"The most is reached with {most.label}, the least time takes a message of {least.label} ({sets})."
-    finding = plain(study, headline, ANSWERED, *machine_state.warnings(study), evidence=evidence)
+    known = {"evidence": evidence, "verdict": "measured", "quality": "no training, so no quality"}
+    finding = plain(study, headline, ANSWERED, *machine_state.warnings(study), **known)
     series: dict[str, list[Comparison]] = {}
     for e in found:
         hosts = f" on {e.config.nodes} hosts" if e.config.nodes > 1 else ""
@@ -185,7 +187,7 @@ def answer_all_reduce(study: Study) -> Answer:
     ]
     return Answer(
         study=study,
-        finding=replace(finding, verdict="measured", quality="no training, so no quality"),
+        finding=finding,
         figure=lambda: _bandwidths(study, headline, series),
         table=lambda: rows,
     )

@@ -77,7 +77,10 @@ def measure(
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        changed = _changed_modules(candidate_code, baseline_code)
+        first, second = (
+            {(name, source.sha256) for name, source in code.sources.items()} for code in (candidate_code, baseline_code)
+        )
+        changed = sorted({name for name, _ in first ^ second})  # modules that differ, or that only one of them has
         if not changed and candidate == baseline and not always:
             return _said(
                 IDENTICAL,
@@ -95,12 +98,6 @@ def measure(
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         code = candidate_code.with_revision(baseline_code)
         return plan_pair(pair, (against, WORKING_TREE), code=code, output=output, quiet=quiet, **limits).measure()
-
-
-def _changed_modules(one: CodeVersion, other: CodeVersion) -> list[str]:
-    """Names of modules whose sources differ between two versions, or that only one of them has, in order."""
-    first, second = ({(name, source.sha256) for name, source in code.sources.items()} for code in (one, other))
-    return sorted({name for name, _ in first ^ second})
 
 
 def _refuse_other_instrument(changed: Sequence[str], against: str) -> None:

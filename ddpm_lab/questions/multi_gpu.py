@@ -146,16 +146,13 @@ def answer(study: Study) -> Answer:
         return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
     splits = lost.splits(study)
-    drawn = (
-        ("speedup", "Speed-up and parallel efficiency against the number of ranks.", by_ranks),
-        ("batch", "Time for 50,000 images against the batch size.", by_batch),
-        ("machine", "Memory of each configuration's ranks.", memory),
-    )
     views = (
-        *(View(caption=caption, name=name, figure=partial(draw, study)) for name, caption, draw in drawn),
+        View("Speed-up and parallel efficiency against the number of ranks.", "speedup", partial(by_ranks, study)),
+        View("Time for 50,000 images against the batch size.", "batch", partial(by_batch, study)),
+        View("Memory of each configuration's ranks.", "machine", partial(memory, study)),
         *trained_views(study),
-        View(caption=f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
-        View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
+        View(f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
+        View("What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
     found = findings.compared(study, rows=rows, own=partial(_efficiency_notes, study))
     kinds = [r if r.scaling == "weak" else replace(r, family=f"{r.family}, strong scaling") for r in rows]
@@ -171,6 +168,11 @@ def layout(config: RunConfig) -> str:
     """On what a configuration runs: "1 CPU rank", "4 GPUs", "8 GPUs on 2 hosts"."""
     words = phrases.plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank")
     return words if config.nodes == 1 else f"{words} on {phrases.plural(config.nodes, 'host')}"
+
+
+def batch_of(row: Comparison) -> int:
+    """Images of a step: in weak scaling those of each rank."""
+    return row.config.rank_batch_size if row.scaling == "weak" else row.batch
 
 
 def efficiency(row: Comparison) -> str:
@@ -265,20 +267,16 @@ def by_batch(study: Study) -> Figure | None:
         return None
     unit, time_of = projection(every)
     bases = {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
-
-    def batch(c: Comparison) -> int:
-        return c.config.rank_batch_size if c.scaling == "weak" else c.batch
-
     plots = []
     for kind, what in KINDS.items():
         found: dict[str, list[Comparison]] = {}
-        for c in sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, batch(c))):
+        for c in sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, batch_of(c))):
             found.setdefault(f"{layout(c.config)}, {c.config.image_size} px", []).append(c)
-        batches = sorted({batch(c) for rows in found.values() for c in rows})
+        batches = sorted({batch_of(c) for rows in found.values() for c in rows})
         if len(batches) < 3:
             continue
         series = [
-            timed(rows, lambda c, _: time_of(c, bases.get((c.family, c.baseline_id))), batch, name)
+            timed(rows, lambda c, _: time_of(c, bases.get((c.family, c.baseline_id))), batch_of, name)
             for name, rows in found.items()
         ]
         label = "global batch size, images a step" if kind == "strong" else "images a step on each rank"

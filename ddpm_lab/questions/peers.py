@@ -219,12 +219,12 @@ def answer(study: Study) -> Answer:
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
     title = "What each setting of the trainer is worth here"
     levers = speeds(put_back, replace(found, headline=title), rows=rows)
-    worth = "What each setting of the trainer is worth on this machine: below 1 the trainer's default is faster."
+    worth = f"{title.replace('here', 'on this machine')}: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
     parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
     views = (
-        View(caption=worth, name="levers", figure=drawn, table=lambda: speed_table(study, rows)),
-        View(caption=parts, table=lambda: limits_table(study, base)),
+        View(worth, "levers", drawn, lambda: speed_table(study, rows)),
+        View(parts, table=lambda: limits_table(study, base)),
         *trained_views(study),
     )
     shown = speeds(rivals, found, rows=others or None, views=views)
@@ -237,7 +237,7 @@ def _finding(study: Study) -> Finding:
         known = peaks(study)
         if known and all(r.family.startswith(LIMITS) for r in comparisons(study)):
             headline = f"Peaks of this machine: {known}"
-            return replace(plain(study, headline, ANSWERED, *machine_state.warnings(study)), verdict="measured")
+            return plain(study, headline, ANSWERED, *machine_state.warnings(study), verdict="measured")
         asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
         return compared(study, keep=lambda r: _is_rival(r.family) is asked)
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.

@@ -128,47 +128,27 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Thresholds and names for what a step does, each a share of 1, and names of gains.
+class TARGETS:
+    """S002's thresholds for what a step does, each a share of 1, and its names with their bounds, best first.
 
     ``compute`` is to be exceeded by the part of a step's wall time that computes, ``io`` not to be reached by the part
     that waits for data; ``memory`` are the ends of what should be in use, ``utilisation`` is to be exceeded by the
-    device. ``compute_names`` and ``impacts`` hold (name, lower bound), ``io_names`` (name, upper bound), best first.
+    device. Its bands are good 80 to 90 % and poor 50 to 70 % of compute, good 10 to 20 % and poor 30 to 50 % of I/O:
+    what lies beyond has the name of the nearer band, what lies between has none there. The names of impacts, with the
+    least gain of each, are the lab's own.
     """
 
-    whose: str
-    compute: float
-    io: float
-    memory: tuple[float, float]
-    utilisation: float
-    compute_names: Names
-    io_names: Names
-    impacts: Names
-
-    def compute_name(self, share: float) -> str:
-        return next(name for name, bound in self.compute_names if share >= bound)
-
-    def io_name(self, share: float) -> str:
-        return next((name for name, bound in self.io_names if share <= bound), self.io_names[-1][0])
-
-    def impact(self, ratio: float) -> str:
-        """Name a gain of at least ``ratio``."""
-        return next((name for name, bound in self.impacts if ratio >= bound), self.impacts[-1][0])
+    whose = "S002"
+    compute, io, memory, utilisation = 0.80, 0.15, (0.30, 0.60), 0.80
+    compute_names: Names = (("good", 0.80), ("between good and poor", 0.70), ("poor", 0.0))
+    io_names: Names = (("good", 0.20), ("between good and poor", 0.30), ("poor", 1.0))
+    impacts: Names = (("high", 1.20), ("medium", 1.05), ("low", 0.0))
 
 
-TARGETS = Targets(
-    whose="S002",
-    compute=0.80,
-    io=0.15,
-    memory=(0.30, 0.60),
-    utilisation=0.80,
-    compute_names=(("good", 0.80), ("between good and poor", 0.70), ("poor", 0.0)),
-    io_names=(("good", 0.20), ("between good and poor", 0.30), ("poor", 1.0)),
-    impacts=(("high", 1.20), ("medium", 1.05), ("low", 0.0)),
-)
-"""Its bands are good 80 to 90 % and poor 50 to 70 % of compute, good 10 to 20 % and poor 30 to 50 % of I/O: what lies
-beyond has the name of the nearer band, what lies between has none there. The names of impacts are the lab's own."""
+def named(value: float, names: Names) -> str:
+    """The name that a value has, by the lower bounds of names, or by upper ones where they rise."""
+    upper = names[0][1] < names[-1][1]
+    return next((name for name, bound in names if (value <= bound if upper else value >= bound)), names[-1][0])
 
 
 def _line(window: Mapping[str, Any]) -> Line:
@@ -322,11 +302,6 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
 
 
-def latest_profile(records: Sequence[RunRecord]) -> RunRecord | None:
-    """The profile that was recorded last; of several ranks or configurations, the last one written."""
-    return next((r for r in reversed(records) if r.role == "profile" and r.status == "ok" and r.profile), None)
-
-
 def operator_class(name: str) -> str:
     """The class of an operator or kernel, by its name."""
     lowered = name.lower()
@@ -402,7 +377,7 @@ _SHOWN = 0.0005
 
 def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
-    record = latest_profile(study.records)
+    record = next((r for r in reversed(study.records) if r.role == "profile" and r.status == "ok" and r.profile), None)
     if record is None:
         return _without_profile(study, _why_none(study))
     taken, known, dark = budget(record), operators(record), unseen(record)
@@ -414,11 +389,12 @@ def answer(study: Study) -> Answer:
         return _operators_figure(f"{context}{charts.SEPARATOR}{record.family}", record)
 
     if taken is None:
-        found = replace(plain(study, operator_headline(record), ANSWERED, dark), verdict="profiled")
+        found = plain(study, operator_headline(record), ANSWERED, dark, verdict="profiled")
         return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    found = plain(study, headline(taken), status, mechanism, dark, evidence=f"{evidence(taken)}.")
+    rests_on = f"{evidence(taken)}."
+    found = plain(study, headline(taken), status, mechanism, dark, evidence=rests_on, verdict=verdict)
     views = (
         View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
         View(caption="The operators in numbers.", table=lambda: operators_table(record)),
@@ -427,7 +403,7 @@ def answer(study: Study) -> Answer:
     where += f"{charts.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
     return Answer(
         study=study,
-        finding=replace(found, verdict=verdict),
+        finding=found,
         figure=lambda: _budget_figure(taken, where),
         table=lambda: table(taken),
         views=views if known else (),

@@ -254,24 +254,21 @@ def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
     family = _family(study)
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
-    shown, curves = speeds(study, found), [family] if trained.images_of(family) else []
-    samples = "What each setting draws from the same noise."
+    shown, curves = speeds(study, found), [family] if trained.extent_of(family)[1] else []
+    samples = View("What each setting draws from the same noise.", "samples", lambda: samples_figure(study))
     return replace(
         shown,
         figure=lambda: _figure(study, family, shown),
         table=lambda: trained.loss_table(family, fid=bool(_fids(family))),
-        views=(_curves(study, curves), View(caption=samples, name="samples", figure=lambda: samples_figure(study))),
+        views=(*trained_views(study, curves), samples),
     )
 
 
-def trained_views(study: Study) -> tuple[View, ...]:
-    """Return what the configurations of a question about speed have learned, where they were trained."""
-    return (_curves(study, trained.families(study)),)
-
-
-def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
+def trained_views(study: Study, families: Sequence[Sequence[Comparison]] | None = None) -> tuple[View, ...]:
+    """Return what configurations have learned, where they were trained: all of a study, or ``families`` of them."""
+    shown = trained.families(study) if families is None else families
     caption = "Held-out and training loss on the way, all settings overlaid."
-    return View(caption=caption, name="curves", figure=lambda: trained.curves(study, families))
+    return (View(caption, "curves", lambda: trained.curves(study, shown)),)
 
 
 def _family(study: Study) -> list[Comparison]:
@@ -327,7 +324,7 @@ def _method(family: Sequence[Comparison]) -> str:
     if not (records := trained.baseline_trials(family)):
         return ""
     first, last = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
-    what = f"Held-out loss of the averaged weights after {trained.images_of(family):,} images"
+    what = f"Held-out loss of the averaged weights after {trained.extent_of(family)[1]:,} images"
     seeds = phrases.plural(len(records), "seed")
     return f"{what}, paired over {seeds}, 90 % intervals; the baseline fell from {first:.3f} to {last:.4f}."
 

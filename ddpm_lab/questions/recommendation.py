@@ -42,7 +42,7 @@ UNTRIED = "quality not shown"
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     if not rows:
-        return _status(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, "ddpm-lab report")
+        return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out="ddpm-lab report")
     warnings = machine_state.warnings(study)
     if good := sorted(changes.faster(rows, GOOD), key=lambda c: -c.ratio.value):
         joined = ((c, parts) for c in changes.together(study) if (parts := changes.parts_of(c, good)))
@@ -57,7 +57,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
-        return _status(study, "Too few sets to recommend anything", stats.TOO_FEW, "make report")
+        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out="make report")
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not changes.faster(rows, [c.equivalence.verdict for c in rows]):
@@ -66,12 +66,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
     status = stats.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
-    return _status(study, headline, status, _to_learn_more(study, unknown[0]) if unknown else "")
-
-
-def _status(study: Study, headline: str, status: str, way_out: str) -> Finding:
-    """Return a finding that no comparison leads."""
-    return replace(plain(study, headline, status, *machine_state.warnings(study)), way_out=way_out)
+    return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
 
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
@@ -341,9 +336,8 @@ def write_settings(study: Study) -> Path | None:
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
         return None
     config = found.best.row.config
-    dropped = (
-        NOT_IN_FILES if Path(config.data).is_dir() else (*NOT_IN_FILES, "data", "data_sha256")
-    )  # images of elsewhere
+    elsewhere = () if Path(config.data).is_dir() else ("data", "data_sha256")
+    dropped = (*NOT_IN_FILES, *elsewhere)
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
     told = [

@@ -37,7 +37,7 @@ Pixels = npt.NDArray[np.uint8]
 def families(study: Study) -> list[list[Comparison]]:
     """Families of which trials exist: each its baseline's row, then those of its candidates."""
     found = by_family(r for r in comparisons(study) if r.role in ("baseline", "candidate"))
-    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows)]
+    return [rows for rows in found if rows[0].role == "baseline" and extent_of(rows)[1]]
 
 
 def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
@@ -49,11 +49,6 @@ def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
 def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
     """The largest ``quality.extent`` of trials that any verdict rests on; zeros without any."""
     return max((quality.extent(r.equivalence.pairs[0][0]) for r in rows if r.equivalence.pairs), default=(0, 0))
-
-
-def images_of(rows: Sequence[Comparison]) -> int:
-    """Images of those trials; 0 without any."""
-    return extent_of(rows)[1]
 
 
 def baseline_trials(rows: Sequence[Comparison]) -> list[RunRecord]:

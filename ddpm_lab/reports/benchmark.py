@@ -21,6 +21,7 @@ from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Rendered, Table, csv_text, markdown
+from ddpm_lab.explain.table import values as plain_values
 from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.ask import answer
@@ -44,15 +45,11 @@ def rows(study: Study) -> list[Comparison]:
         for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
-    return sorted(found, key=lambda r: (r.scaling != "weak", _batch(r), r.ranks))
-
-
-def _batch(row: Comparison) -> int:
-    return int(row.config.rank_batch_size if row.scaling == "weak" else row.batch)
+    return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.ranks))
 
 
 def _name(row: Comparison) -> str:
-    return f"{_batch(row)}{' each' * (row.scaling == 'weak')}"
+    return f"{multi_gpu.batch_of(row)}{' each' * (row.scaling == 'weak')}"
 
 
 def compared(row: Comparison) -> bool:
@@ -120,16 +117,12 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
         "step_seconds": row.step_seconds,
         "epoch_seconds": row.projected_seconds,
         "peak_memory_bytes": row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes,
-        **{f"{name}{end}": value for name, found in ends.items() for end, value in _ends(found).items()},
+        **{n + end: v for n, i in ends.items() for end, v in (("", i.value), ("_low", i.low), ("_high", i.high))},
         "verdict": row.verdict if gains else None,
         "recommendation": recommendation(row) if gains and row.scaling == "strong" else None,
         "quality": row.quality if row.role == "candidate" else None,
     }
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _ends(found: Interval) -> dict[str, float]:
-    return {"": found.value, "_low": found.ends[0], "_high": found.ends[1]}
+    return plain_values(values)
 
 
 def comparison(study: Study) -> Table:
@@ -138,7 +131,7 @@ def comparison(study: Study) -> Table:
     gpu = any(r.config.device == "cuda" for r in found)
     single, several = ("Single GPU", "Multi GPU") if gpu else ("Single CPU rank", "Several CPU ranks")
     shown = []
-    for _, same in groupby(found, key=lambda r: (r.scaling, _batch(r), r.family)):
+    for _, same in groupby(found, key=lambda r: (r.scaling, multi_gpu.batch_of(r), r.family)):
         group = list(same)
         alone = next((r for r in group if r.ranks == 1), None)
         many: list[Comparison | None] = [r for r in group if r.ranks > 1]
@@ -185,7 +178,7 @@ def report(study: Study) -> str:
 
 
 def _context(study: Study) -> str:
-    return f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
+    return " ".join((f"{phrases.context(study, batch=False)}.", *machine_state.warnings(study)))
 
 
 def dashboard(study: Study) -> Figure:

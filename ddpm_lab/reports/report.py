@@ -159,10 +159,6 @@ def _values(
     return {file: {name: fixed[name] for name in names if name in fixed} for file, names in known.items()}
 
 
-def _question(file: Path) -> str:
-    return file.stem.partition("_")[2]
-
-
 @dataclass(slots=True)
 class _Run:
     """A report while it is being made: ``values`` are the parameters of the notebooks that run."""
@@ -212,7 +208,7 @@ class _Run:
         names = {
             name: file
             for file, values in self.values.items()
-            if (name := _question(file)) in known  # one of the user's own measures by itself
+            if (name := file.stem.partition("_")[2]) in known  # one of the user's own measures by itself
             and "minutes" in papermill.inspect_notebook(file)
             and "minutes" not in values
             and (full or not (name == RECOMMENDATION or known[name].about.long))

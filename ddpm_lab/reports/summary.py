@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import re
 from collections import defaultdict
@@ -99,8 +98,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
-        values = dataclasses.asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        return tables.values(dataclasses.asdict(self))
 
     @property
     def name(self) -> str:
