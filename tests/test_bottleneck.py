@@ -23,7 +23,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions import bottleneck as question
-from ddpm_lab.questions import changes as ranked
+from ddpm_lab.questions import recommendation as ranked
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.bottleneck import (
     MET,
@@ -37,9 +37,9 @@ from ddpm_lab.questions.bottleneck import (
     fitting,
     markdown,
 )
-from ddpm_lab.questions.changes import Change
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import plan_experiment
+from ddpm_lab.questions.recommendation import Change
 from ddpm_lab.record import RunRecord
 
 CONFIG = RunConfig(global_batch_size=8)

@@ -31,11 +31,10 @@ from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
-from ddpm_lab.questions import changes
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend
-from ddpm_lab.questions.recommendation import Recommendation, recommendation, write_settings
+from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.training_run import plan_training
 
@@ -285,7 +284,7 @@ def test_what_is_no_change_of_a_training_is_left_out_of_the_table() -> None:
 
 def test_what_may_be_recommended_is_combined_as_far_as_it_can_be() -> None:
     for few in (study(amp(), memory()), study(amp(count=3), memory(), harm=0.0), study(amp(0.7), IN_BF16, harm=0.0)):
-        assert changes.combination(few) is None
+        assert combination(few) is None
     fine = study(amp(), memory(), together(1.35), harm=0.0)
     harmed = replace(fine, trials=(*fine.trials, *make.trials({"both": (ALL_KEPT, 0.05)})))
     assert answer(harmed).finding.ratio == pytest.approx(1.3, rel=0.02)
@@ -294,11 +293,11 @@ def test_what_may_be_recommended_is_combined_as_far_as_it_can_be() -> None:
     steps = {f"{n} workers": (replace(files, loader_workers=n), 1 + n / 10) for n in (2, 4)}
     kept = make.sets({"freed memory kept": (replace(files, freed_memory="kept"), 1.1)}, **on_files, family="memory")
     for primary in (2, 4):  # of a setting one value is combined, the primary one first
-        found = changes.combination(study(make.sets(steps, **on_files, primary=f"{primary} workers"), kept))
+        found = combination(study(make.sets(steps, **on_files, primary=f"{primary} workers"), kept))
         assert found is not None
         assert found.candidates[0][1] == replace(files, loader_workers=primary, freed_memory="kept")
     workers = make.sets(steps, **on_files, family="training")  # measured with another loader
-    found = changes.combination(study(amp(), memory(), workers, harm=0.0))
+    found = combination(study(amp(), memory(), workers, harm=0.0))
     assert found is not None
     assert (found.baseline, *found.candidates) == (RunConfig(), (ALL, ALL_KEPT))
 

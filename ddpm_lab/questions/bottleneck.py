@@ -26,9 +26,8 @@ from ddpm_lab.plan import Experiment, Family, Question
 from ddpm_lab.questions import peers, torch_compile
 from ddpm_lab.questions import profile as bd
 from ddpm_lab.questions.batch_size import CAVEAT
-from ddpm_lab.questions.changes import FASTER, GOOD, INCONCLUSIVE, Change, change, single
-from ddpm_lab.questions.changes import table as changes_table
 from ddpm_lab.questions.profile import TARGETS, Budget
+from ddpm_lab.questions.recommendation import FASTER, GOOD, INCONCLUSIVE, Change, change, changes_table, single
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 

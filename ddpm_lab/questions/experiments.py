@@ -27,9 +27,9 @@ from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.output import say
 from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, Experiment
 from ddpm_lab.questions.ask import answer, every_question, questions
-from ddpm_lab.questions.changes import combination as together
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
+from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data

@@ -7,26 +7,30 @@ bottleneck report ranks the changes of one configuration in the same list.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from ddpm_lab import files
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import answer as shared
 from ddpm_lab.explain import charts, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
-from ddpm_lab.explain.selection import Study, once
-from ddpm_lab.explain.table import Table
+from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
+from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import SEARCH, Cell, Question, Space
-from ddpm_lab.questions import changes
-from ddpm_lab.questions.changes import GOOD, OPEN
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space
+from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord
 
@@ -39,20 +43,190 @@ UNTRIED = "quality not shown"
 """Status of an answer that trials would complete."""
 
 
+# --- changes, each with its measured gain, the verdict on its quality, and a command ----------------------------------
+
+GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
+"""Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
+_BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
+"""Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
+FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
+NO_GAIN, WORSE, FAILED = "no gain", "worse quality", "failed"
+_TIERS = {FASTER: 0, INCONCLUSIVE: 1, NOT_MEASURED: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a configuration, from ``current`` to ``recommended`` settings, and what is known of it.
+
+    ``status`` is faster, inconclusive or not measured, or why it is not recommended: slower, no gain, worse quality,
+    failed; ``verdict`` is what its comparison is called. ``ratio`` is the time of ``against`` for equal work over the
+    changed one's, with its 95 % interval, NaN where unknown. ``command`` measures it. ``share`` is that of a step in
+    the phases that it acts on, ``rationale`` why it may help, and ``evidence`` what is known of it, where there is a
+    time budget. A ``usable`` one is faster, and not worse in quality.
+    """
+
+    title: str
+    against: str
+    current: str
+    recommended: str
+    status: str
+    verdict: str
+    quality: str
+    command: str
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    share: float = 0.0
+    rationale: str = ""
+    evidence: str = ""
+    usable: bool = False
+
+    @property
+    def listed(self) -> bool:
+        """Whether it is worth applying or measuring, as far as is known."""
+        return self.status in _TIERS
+
+    @property
+    def impact(self) -> str:
+        """High, medium or low by the lower end of the interval; unknown unless it is faster."""
+        return named(self.low, TARGETS.impacts) if self.status == FASTER else "unknown"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What is faster first, by its lower end; what was not measured by its share; last what seems slower."""
+        tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
+        return tier, -next(x for x in (self.low, self.ratio, self.share) if not math.isnan(x))
+
+    @property
+    def expected(self) -> str:
+        """Such as "1.48 (1.39 to 1.59)"; a dash where it was not measured."""
+        if math.isnan(self.ratio):
+            return phrases.DASH
+        return phrases.times(stats.Interval(value=self.ratio, low=self.low, high=self.high))
+
+
+def change(
+    row: Comparison | None, config: RunConfig, base: RunConfig, judged: quality.Equivalence, **known: Any
+) -> Change:
+    """The change from ``base`` to ``config``, by its comparison if there is one, and the verdict on its quality."""
+    status = NOT_MEASURED if row is None else FAILED
+    verdict = NOT_MEASURED if row is None else phrases.outcome(row)
+    if row is not None and row.sets:
+        useless = row.sets >= stats.LEAST_SETS and row.ratio.high < 1 + row.resolution
+        status = row.verdict if row.resolved else NO_GAIN if useless else INCONCLUSIVE
+        known |= {"ratio": row.ratio.value, "low": float(row.ratio.low), "high": float(row.ratio.high)}
+    status = WORSE if judged.verdict == quality.WORSE and status != FAILED else status
+    known |= {"current": _as_written(base, config), "recommended": _as_written(config, base)}
+    known |= {"verdict": verdict, "quality": quality.sentence(judged)}
+    return Change(status=status, **known)
+
+
+def _as_written(one: RunConfig, other: RunConfig) -> str:
+    """The settings of one that another does not have, as a file has them: ``precision = "fp32"``."""
+    theirs = {**other.flat, "data": one.data}
+    changed = ((n, v) for n, v in one.flat.items() if n not in theirs or theirs[n] != v)  # options may be on one side
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in changed)
+
+
+def changes_table(found: Sequence[Change]) -> Table:
+    """One row a change: what it is, its measured gain, the verdict on speed and on quality, and the command."""
+    rows = [
+        {
+            "Change": a.title,
+            "Setting": a.recommended,
+            "Against": a.against,
+            "Speed": a.expected,
+            "Verdict": a.verdict,
+            "Quality": a.quality,
+            "May be used": "yes" if a.usable else "no",
+            "Command": a.command or phrases.DASH,
+        }
+        for a in found
+    ]
+    return without_constant(rows, {"Against": {a.against for a in found[:1]}})
+
+
+def single(c: Comparison) -> bool:
+    """Whether a comparison is of one change of a training step, for equal work, whose speed may be claimed."""
+    training = c.role == "candidate" and not (c.loader_alone or c.mechanism_only) and c.config.exchange.enabled
+    return training and WEAK not in c.family
+
+
+def measured(study: Study) -> list[Comparison]:
+    """Return the comparisons of single changes of a training step, those with sets, the primary ones first."""
+    found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
+    return sorted((c for c in found if c.config.workload in (DDPM, OWN)), key=lambda c: not c.primary)
+
+
+def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
+    """Return the changes called faster, in a number format that is not slower itself, with one of these verdicts."""
+    slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != FASTER}
+    return [
+        c
+        for c in rows
+        if c.verdict == FASTER and c.equivalence.verdict in verdicts and c.baseline.precision not in slow
+    ]
+
+
+def combination(study: Study) -> Family | None:
+    """Return the changes that may be recommended, together beside the baseline; None for fewer than two.
+
+    The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
+    """
+    found = faster(measured(study), GOOD)
+    base = next((c.baseline for c in found if c.experiment == "amp"), found[0].baseline if found else None)
+    config, labels = base, list[str]()
+    for c in found:
+        new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
+        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader"))
+        if config and same and all(getattr(config, name) == getattr(base, name) for name in new):
+            with contextlib.suppress(ConfigError):
+                config = replace(config, **new)
+                labels.append(c.label)
+    if base is None or config is None or len(labels) < 2:
+        return None
+    return Family(
+        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
+        baseline=base,
+        baseline_label=phrases.settings(base),
+        candidates=((", ".join(labels), config),),
+        primary=", ".join(labels),
+        together=True,
+    )
+
+
+def together(study: Study) -> list[Comparison]:
+    """Return the combinations that were measured, the latest first."""
+    every = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
+    return every[::-1]
+
+
+def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
+    """Return the changes that a faster combination joins; none if one is not ``good``, or it learns worse."""
+    wanted = together.config.differences(together.baseline)
+    parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
+    told = {name for c in parts for name in c.config.differences(c.baseline)}
+    fine = together.verdict == FASTER and together.equivalence.verdict in (*GOOD, *OPEN)
+    return parts if fine and told == wanted.keys() else []
+
+
+# --- what they come to ------------------------------------------------------------------------------------------------
+
+
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out="ddpm-lab report")
     warnings = machine_state.warnings(study)
-    if good := sorted(changes.faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        joined = ((c, parts) for c in changes.together(study) if (parts := changes.parts_of(c, good)))
+    if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
+        joined = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
         best, parts = next(joined, (good[0], good[:1]))
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
-        faster = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
+        gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        headline = f"Use {best.label}: {faster}{findings.with_cores(best)}, quality {judged}"
+        headline = f"Use {best.label}: {gain}{findings.with_cores(best)}, quality {judged}"
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
-    if untried := changes.faster(rows, OPEN):
+    if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
@@ -60,7 +234,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out="make report")
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
-    if formats and not changes.faster(rows, [c.equivalence.verdict for c in rows]):
+    if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
         why = f"the only gains are in {phrases.joined(formats)}, which is itself not faster"
     unknown = [c for c in rows if c.primary and not c.answered]
     headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
@@ -82,7 +256,7 @@ def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> 
     if not rows:
         return charts.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
-    drawn = [*changes.together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
+    drawn = [*together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
     named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in drawn]
     return forest(
         [Panel(rows=named, reference=1)],
@@ -93,12 +267,12 @@ def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> 
     )
 
 
-def _changes(study: Study, rows: Sequence[Comparison]) -> list[changes.Change]:
+def _changes(study: Study, rows: Sequence[Comparison]) -> list[Change]:
     """Return every measured change of a training step against its own baseline, those that may be used first."""
-    usable, found = changes.faster(rows, GOOD), []
+    usable, found = faster(rows, GOOD), []
     for c in rows:
         known = {"title": c.label, "against": f"{c.baseline_label} ({c.family})", "usable": c in usable}
-        found.append(changes.change(c, c.config, c.baseline, c.equivalence, command=_to_learn_more(study, c), **known))
+        found.append(change(c, c.config, c.baseline, c.equivalence, command=_to_learn_more(study, c), **known))
     return sorted(found, key=lambda a: (not a.usable, a.rank))
 
 
@@ -308,9 +482,9 @@ def answer(study: Study) -> Answer:
 
     Headline, figure and table are of one source, whichever answers; the other one is a further view.
     """
-    searched, rows = recommendation(study), changes.measured(study)
+    searched, rows = recommendation(study), measured(study)
     found = of_all = _of_changes(study, rows)
-    figure, table = lambda: _changes_figure(study, rows, of_all), lambda: changes.table(_changes(study, rows))
+    figure, table = lambda: _changes_figure(study, rows, of_all), lambda: changes_table(_changes(study, rows))
     views = list[View]()
     if searched:
         tried = "What the search tried; what trials call worse is not chosen."
