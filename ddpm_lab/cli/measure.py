@@ -369,7 +369,6 @@ def bottleneck_study(measured: planning.Planned) -> Study:
 
 
 def _of_file(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings in the file of ``--config``."""
     found = read_settings(expanded(options.config), "--config") if options.config else {}
     for name in ("train", "data_sha256"):  # how long a run is, and what its images were
         found.pop(name, None)

@@ -121,7 +121,6 @@ class Parser(argparse.ArgumentParser):
         self.hints: dict[str, str] = {}
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What was given, as ``Options``."""
         return Options(**vars(super().parse_args(args, namespace)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -158,7 +157,6 @@ class Command(NamedTuple):
     more: Callable[[Parser, Sequence[str]], None] | None = None
 
     def fill(self, parser: Parser, words: Sequence[str]) -> None:
-        """Give ``parser`` the command's options."""
         parser.epilog = f"example: ddpm-lab {self.example}"
         parser.set_defaults(command=self.run, parser=parser)
         for option in self.options.split():

@@ -83,7 +83,7 @@ class Row:
     """One row of a chart: a value with its interval, or ``missing``, the reason why there is none.
 
     ``text`` stands at the right; ``dots`` are single sets. A bar begins at ``start``, or consists of ``parts``. In a
-    waterfall a ``whole`` row begins at ``start``, any other where the row above ends.
+    waterfall a row begins where the one above ends.
     """
 
     name: str
@@ -95,7 +95,6 @@ class Row:
     dots: Sequence[float] = ()
     missing: str = ""
     start: float = 0.0
-    whole: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -214,7 +213,6 @@ def plain(axis: Axis, ticks: int = 6) -> None:
 
 
 def number(value: float) -> str:
-    """A plain number for an axis."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -345,10 +343,8 @@ def bars(
             places = centres(panel.rows)
             for y, row in zip(places, panel.rows, strict=True):
                 _bar(ax, y, row, names or {})
-            for (y, row), (below, after) in pairwise(zip(places, panel.rows, strict=True)) if steps else ():
-                ends = (y + _HEIGHT / 2, below - _HEIGHT / 2)
-                if not after.whole or math.isclose(row.value, after.value):
-                    ax.plot([row.value] * 2, ends, color=SOFT, lw=1)
+            for (y, below), row in zip(pairwise(places), panel.rows, strict=False) if steps else ():
+                ax.plot([row.value] * 2, (y + _HEIGHT / 2, below - _HEIGHT / 2), color=SOFT, lw=1)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=INK, lw=1.2, ls="--")
         _bar_limits(axes, panels)
@@ -372,11 +368,8 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     """Rows of changes as bars: start and ends, with intervals, where they lie on the axis."""
     found, at = [], 0.0
     for row in rows:
-        if row.whole or math.isnan(row.value):
-            found.append(row)
-        else:
-            found.append(changed(row, start=at, value=at + row.value, low=at + row.low, high=at + row.high))
-        at = at if math.isnan(row.value) else found[-1].value
+        found.append(changed(row, start=at, value=at + row.value, low=at + row.low, high=at + row.high))
+        at = found[-1].value
     return found
 
 
@@ -423,7 +416,7 @@ class Line:
 class Plot:
     """A panel of lines. ``ticks`` are the only places with a number on the x axis, named by ``names`` if given.
 
-    ``band`` is a grey range of y, ``level`` a dashed line at a y and ``at`` one at an x.
+    ``level`` is a dashed line at a y.
     """
 
     lines: Sequence[Line]
@@ -435,9 +428,7 @@ class Plot:
     from_zero: bool = True
     ticks: Sequence[float] = ()
     names: Sequence[str] = ()
-    band: tuple[float, float] | None = None
     level: float | None = None
-    at: float | None = None
     height: float = 2.6
 
 
@@ -479,12 +470,8 @@ def _draw(ax: Axes, line: Line, place: int) -> Line2D:
 def _axes(ax: Axes, plot: Plot) -> None:
     from matplotlib.ticker import FixedLocator, LogLocator
 
-    if plot.band is not None:
-        ax.axhspan(*plot.band, color=BAND, lw=0, zorder=0.5)
     if plot.level is not None:
         ax.axhline(plot.level, color=INK, lw=1.2, ls="--")
-    if plot.at is not None:
-        ax.axvline(plot.at, color=INK, lw=1.2, ls="--")
     ax.set_xlabel(plot.x_label)
     ax.set_ylabel(plot.y_label)
     plain(ax.yaxis, 5)

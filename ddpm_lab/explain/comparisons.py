@@ -77,7 +77,6 @@ class Comparison:
 
     @property
     def set_ratios(self) -> tuple[float, ...]:
-        """One ratio a set."""
         return tuple(math.exp(log) for _, log in self.logs)
 
     @property

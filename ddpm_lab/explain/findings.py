@@ -63,7 +63,6 @@ class Finding:
 
     @property
     def claim(self) -> str:
-        """The finding as one text."""
         how = "Published records, not measured here but" if self.published else "Measured"
         known = self.hardware and (self.notes or self.status != quality.NOT_MEASURED)
         where = f"{how} on {self.hardware}, {self.date}; {self.quality}." if known else ""
@@ -104,7 +103,6 @@ def plain(
 
 
 def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
-    """A finding about one comparison."""
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
     return replace(
         plain(

@@ -103,7 +103,6 @@ def memory(value: float) -> str:
 
 
 def peak_memory(row: Comparison) -> str:
-    """Peak memory of a rank of a comparison."""
     return peak_of(row.config, row.peak_memory_bytes, row.peak_rss_bytes)
 
 
@@ -215,11 +214,9 @@ def failure(row: Comparison) -> str:
 
 
 def failed(how: str, reason: str | None) -> str:
-    """Return how a run ended, and why."""
     words = status(how) if how != "ok" else "no result"
     return f"{words}: {reason}" if reason else words
 
 
 def without_speed(row: Comparison) -> str:
-    """Return why a row has no speed."""
     return MECHANISM_ONLY if row.mechanism_only else failure(row)

@@ -274,7 +274,6 @@ class Trials:
 
     @classmethod
     def of(cls, study: Study) -> Trials:
-        """Those that a study holds."""
         return cls(study.trials, study.published_trials)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:

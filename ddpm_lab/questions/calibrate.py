@@ -5,7 +5,6 @@ Every calibration measures afresh, since what it asks is how the machine measure
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -84,14 +83,10 @@ def calibrate(
 def _members(device: str, cores: int) -> list[Member]:
     """Baseline, twin and more work, with as many threads as cores are free."""
     free = free_cores() if device == "cpu" else cores
-    threads, pieces = free if free < cores else 0, (("pieces", PIECES),)
-    baseline = RunConfig(workload=WORKLOAD, device=device, global_batch_size=1, threads=threads, options=pieces)
-    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + EXTRA),))
-    return [
-        Member("baseline", "baseline", baseline),
-        Member("twin", "baseline again", baseline),
-        Member("candidate", f"{EXTRA} % more work", slower),
-    ]
+    how: dict[str, Any] = {"device": device, "global_batch_size": 1, "threads": free if free < cores else 0}
+    one, more = (RunConfig(workload=WORKLOAD, options=(("pieces", n),), **how) for n in (PIECES, PIECES + EXTRA))
+    rows = (("baseline", "baseline", one), ("twin", "baseline again", one), ("candidate", f"{EXTRA} % more work", more))
+    return [Member(*row) for row in rows]
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
@@ -132,7 +127,6 @@ class Calibration:
 
     @property
     def truth(self) -> float:
-        """The ratio that was planted."""
         return 1 / (1 + self.planted)
 
     @property
@@ -160,18 +154,14 @@ class Calibration:
         return self.passed and finest is not None and finest <= FINE
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; what is unknown is null."""
         ratios = (self.twin.ratio, self.slower.ratio)
         null, slow = (values({"ratio": e.value, "low": e.low, "high": e.high}) for e in ratios)
         machine = self.first.environment.machine
         return {
             "hardware": machine.name,
             "date": self.first.environment.date,
-            "passed": self.passed,
-            "fit": self.fit,
+            **{name: getattr(self, name) for name in ("passed", "fit", "step_seconds", "planted", "planted_found")},
             "sets": self.slower.sets,
-            "step_seconds": self.step_seconds,
-            "planted": self.planted,
             "verdict": self.verdict(),
             "disturbed_sets": self.slower.disturbed_sets,
             "threads": self.first.config.threads or machine.usable_cores,
@@ -181,7 +171,6 @@ class Calibration:
             "null_called_at_99": self.null_called,
             "planted_ratio": self.truth,
             "planted_measured": slow,
-            "planted_found": self.planted_found,
             "planted_in_95_interval": self.slower.ratio.contains(self.truth),
             "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
         }
@@ -260,22 +249,17 @@ def _estimate(row: Comparison) -> str:
 def figure(found: Calibration) -> Figure:
     """Ratios of single sets over time, with the truth and the interval of their mean."""
     ends, planted = [0.0, max(1e-3, *found.minutes)], f"{100 * found.planted:.0f} % more work"
-    drawn = []
-    for name, truth, row, colour in (
-        ("itself", 1.0, found.twin, charts.SERIES[0]),
-        (planted, found.truth, found.slower, charts.SERIES[1]),
-    ):
+    drawn, rows = [], (("itself", 1.0, found.twin), (planted, found.truth, found.slower))
+    for (name, truth, row), colour in zip(rows, charts.SERIES, strict=False):
         low, high = ([row.ratio.low] * 2, [row.ratio.high] * 2) if row.ratio.exists else ((), ())
         true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
         drawn += [true, Line(name=name, x=found.minutes, y=row.set_ratios, colour=colour, look="o")]
     x_label, y_label = "minutes since the first set", "speed relative to the baseline"
-    environment = found.first.environment
+    here, date = found.first.environment.machine.name, found.first.environment.date[:16].replace("T", " ")
     return draw(
         [Plot(lines=drawn, x_label=x_label, y_label=y_label, from_zero=False)],
         title=found.verdict(),
-        context=charts.SEPARATOR.join(
-            [environment.machine.name, environment.date[:16].replace("T", " "), _measured(found)]
-        ),
+        context=charts.SEPARATOR.join([here, date, _measured(found)]),
         note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
         "interval of the geometric mean; dashed: the truth.",
     )

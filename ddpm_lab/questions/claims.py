@@ -302,14 +302,13 @@ def _half_width(low: float, high: float) -> float:
 
 def fault_table(study: Study) -> Table:
     """One row a fault: what is done wrong, what that did to a number here, and how it is done right."""
-    found, rows = readings(study), []
+    found, rows, columns = readings(study), [], ("Fault", "Seen in", "Done wrong", "Here", "Done right")
     for key, fault in FAULTS.items():
         on_cpu = "needs a GPU: on a CPU the call that computes is the call that waits"
         here = on_cpu if fault.gpu else "not measured here"
         if read := found.get(key):
             here = "; ".join(filter(None, (*fault.said(read), read.also)))
-        cells = {"Fault": fault.name, "Seen in": fault.seen_in, "Done wrong": fault.wrong, "Here": here}
-        rows.append({**cells, "Done right": fault.right})
+        rows.append(dict(zip(columns, (fault.name, fault.seen_in, fault.wrong, here, fault.right), strict=True)))
     return rows
 
 

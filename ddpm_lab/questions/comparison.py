@@ -285,7 +285,6 @@ class Losses(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Verdict and reason, without a full stop."""
         return f"{self.verdict}: {self.why}"
 
 

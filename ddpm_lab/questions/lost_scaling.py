@@ -90,7 +90,6 @@ class Part(stats.Interval):
 
     @property
     def known(self) -> bool:
-        """Whether it was measured."""
         return not math.isnan(self.value)
 
     @property
@@ -117,7 +116,6 @@ class Split:
     doubt: str
 
     def __getitem__(self, name: str) -> Part:
-        """Return what is called ``name``."""
         return self.every[name]
 
     @property
@@ -127,7 +125,6 @@ class Split:
 
     @property
     def claimed(self) -> bool:
-        """Whether a loss is shown."""
         return not self.doubt and self[LOSS].low > 0
 
     @property

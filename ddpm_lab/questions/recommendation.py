@@ -311,7 +311,6 @@ class Recommendation:
 
     @property
     def space(self) -> Space:
-        """What the search chose from."""
         return self.belief.space
 
     @property

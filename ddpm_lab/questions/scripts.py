@@ -42,7 +42,6 @@ RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", 
 
 
 def is_command(side: Any) -> bool:
-    """Whether a side of a comparison is a command line."""
     text = str(side).strip() if isinstance(side, str | Path) else ""
     program = text != "" and not text.endswith(".toml") and os.access(text, os.X_OK) and Path(text).is_file()
     return " " in text or program

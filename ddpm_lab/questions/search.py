@@ -222,7 +222,6 @@ class Belief:
 
     @cached_property
     def index(self) -> dict[Cell, int]:
-        """The place of each cell."""
         return {cell: i for i, cell in enumerate(self.space.cells)}
 
     def speed(self, cell: Cell) -> float:

@@ -41,15 +41,9 @@ def torch_compile(
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
         eager = setup.config(global_batch_size=batch, world_size=ranks, precision=precision, **loader)
-        families.append(
-            Family(
-                name=f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}",
-                baseline_label="eager",
-                baseline=eager,
-                candidates=tuple((label, replace(eager, compile=how)) for label, how in ways),
-                primary="compiled",
-            )
-        )
+        name = f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}"
+        rows = tuple((label, replace(eager, compile=how)) for label, how in ways)
+        families.append(Family(name=name, baseline=eager, baseline_label="eager", candidates=rows, primary="compiled"))
     return Experiment(name="torch_compile", families=tuple(families))
 
 
@@ -64,7 +58,7 @@ def answer(study: Study) -> Answer:
         }
 
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
-    views = (View(caption=split, name="costs", figure=lambda: costs(study)), *trained_views(study))
+    views = (View(split, "costs", lambda: costs(study)), *trained_views(study))
     found = compared(study, own=lambda lead: [sentence(study, lead)])
     return speeds(study, found, columns=columns, views=views)
 
@@ -81,7 +75,6 @@ class BreakEven:
 
 
 def break_even(study: Study, row: Comparison) -> BreakEven:
-    """Return the break-even of one compiled configuration."""
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
     cost = stats.estimate(np.log([r.stages["compile"] for r in ok if "compile" in r.stages]))
     step = row.step_seconds * row.ratio.value

@@ -53,7 +53,6 @@ def _name(row: Comparison) -> str:
 
 
 def compared(row: Comparison) -> bool:
-    """Whether a row has a speed-up over one device."""
     return row.role == "candidate" and row.sets > 0
 
 

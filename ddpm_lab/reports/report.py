@@ -264,7 +264,6 @@ class _Run:
         return ReportResult(pages=(*self.pages.values(),), index=index, stopped=stopped)
 
     def index(self, *, stopped: bool = False) -> Path:
-        """Write the index as it stands."""
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
         said = "The report was stopped." if stopped else "This report is still being made, or was ended."
         to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""

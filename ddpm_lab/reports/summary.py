@@ -107,7 +107,6 @@ class Summary:
 
     @property
     def accuracy(self) -> str:
-        """A column that people look for."""
         return ACCURACY
 
 
@@ -160,7 +159,6 @@ def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summa
 
 
 def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
-    """The summary of records of one configuration."""
     windows = [w for r in records for w in r.windows]
     losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
