@@ -237,10 +237,11 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
     rested_on = {set_id for set_id, _ in c.logs[: ratio.sets]}
     repeated = next((t for t in compared if t.role == TWIN and t.baseline_id == c.baseline_id), None)
     twin = stats.estimate([log for set_id, log in repeated.logs if set_id in rested_on] if repeated else [])
-    differs = twin.exists and not twin.contains(1)
-    if word in (stats.FASTER, stats.SLOWER) and not stats.beyond_twin(ratio, twin):
+    # Where the twin's interval excludes 1, only effects beyond its far end may be called.
+    far = max(twin.high, 1 / twin.low) if twin.exists and not twin.contains(1) else 0.0
+    if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= far:
         word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
-    elif word == stats.SAME and differs and max(twin.high, 1 / twin.low) > 1 + c.resolution:
+    elif word == stats.SAME and far > 1 + c.resolution:
         word, why = stats.INCONCLUSIVE, "the repeated baseline differs by more"
     elif word == stats.INCONCLUSIVE and not ratio.contains(1):
         why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"

@@ -17,8 +17,7 @@ from ddpm_lab.output import say
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
-CLAIMS = "claims"
-BESIDE_OTHERS = (CLAIMS,)
+BESIDE_OTHERS = ("claims",)
 """Questions that are shown beside the records of all others."""
 TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""

@@ -343,13 +343,3 @@ def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: 
 def twins_differ(p_values: Sequence[float]) -> bool:
     """True if any twin of all questions of a machine differs, at 1 % in all (Holm); NaN is not counted."""
     return any(p < TWINS_LEVEL for p in holm(p_values))
-
-
-def beyond_twin(found: Estimate, twin: Estimate) -> bool:
-    """True if an effect may be called, given the twin of its question.
-
-    Where the twin's 95 % interval excludes 1, only effects whose log ratio is larger, in size, than its far end.
-    """
-    if math.isnan(twin.low) or twin.low <= 1 <= twin.high:
-        return True
-    return abs(math.log(found.value)) > max(abs(math.log(twin.low)), abs(math.log(twin.high)))

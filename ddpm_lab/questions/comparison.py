@@ -77,13 +77,31 @@ class ComparisonResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
-        return {**answer_values(self.study, self.finding), "figure": str(self.figure)}
+        losses = first_losses(self.study)
+        return {
+            **values({name: getattr(self.finding, name) for name in _ANSWER}),
+            "ran": _witnesses(self.study),
+            "resolution": self.study.resolution,
+            "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(self.study)],
+            "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
+            "figure": str(self.figure),
+        }
 
     def __str__(self) -> str:
-        return f"{answer_text(self.study, self.finding)}\nfigure: {self.figure}"
+        """Verdict and finding, then a line each for the sides, their first losses, what really ran, and the figure."""
+        repeats = self.finding.claim.lower().startswith(self.verdict.lower())
+        lines = [self.finding.claim if repeats else f"{self.verdict}: {self.finding.claim}"]
+        lines += [
+            f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, peak memory {phrases.peak_memory(row)}, "
+            f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
+            for row in comparisons(self.study)
+            if row.sets and row.role != "twin"
+        ]
+        lines += [f"  losses: {first_losses(self.study).sentence}", *map("  {}".format, _witnesses(self.study))]
+        return "\n".join([*lines, f"figure: {self.figure}"])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        text, alt = answer_text(self.study, self.finding), escape(self.finding.headline)
+        text, alt = str(self), escape(self.finding.headline)
         image = base64.b64encode(png(self.answer.figure())).decode("ascii")
         shown = f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
         return {"text/plain": text, "text/html": f'<p style="white-space: pre-line">{escape(text)}</p>{shown}'}
@@ -227,36 +245,11 @@ DIFFERENT = "differs"
 NOT_COMPARABLE = "not comparable"
 
 
-def answer_text(study: Study, finding: Finding) -> str:
-    """Verdict and finding, then a line each for the sides, their first losses, and what really ran."""
-    repeats = finding.claim.lower().startswith(finding.verdict.lower())
-    lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
-    lines += [
-        f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, peak memory {phrases.peak_memory(row)}, "
-        f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
-        for row in comparisons(study)
-        if row.sets and row.role != "twin"
-    ]
-    return "\n".join([*lines, f"  losses: {first_losses(study).sentence}", *map("  {}".format, _witnesses(study))])
-
-
 _ANSWER = ("verdict", "claim", "ratio", "low", "high", "noise_low", "noise_high", "sets", "hardware", "date", "quality")
 _SIDE = (
     *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
     *("sets", "sets_needed", "disturbed_sets"),
 )
-
-
-def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
-    """The same as plain values; what is unknown is null."""
-    losses = first_losses(study)
-    return {
-        **values({name: getattr(finding, name) for name in _ANSWER}),
-        "ran": _witnesses(study),
-        "resolution": study.resolution,
-        "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(study)],
-        "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
-    }
 
 
 def _witnesses(study: Study) -> list[str]:
