@@ -33,7 +33,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.recommend import recommend
+from ddpm_lab.questions.experiments import recommend
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.training_run import plan_training

@@ -42,7 +42,6 @@ from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
-from ddpm_lab.questions.recommend import recommend as search
 from ddpm_lab.questions.recommendation import FILE
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking
@@ -291,7 +290,7 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
-    found = declared.options(search)
+    found = declared.options(experiments.recommend)
     declared.add_options(parser, [found[name] for name in ("seeds", "images")])
 
 
