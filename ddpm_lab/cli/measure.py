@@ -289,11 +289,6 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 # --- recommend --------------------------------------------------------------------------------------------------------
 
 
-def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
-    found = declared.options(experiments.recommend)
-    declared.add_options(parser, [found[name] for name in ("seeds", "images")])
-
-
 def recommend(options: argparse.Namespace) -> int:
     no_search = reads(options, "workload")
     if options.minutes is not None and not options.minutes > 0:
@@ -416,6 +411,8 @@ COMMANDS = {
             },
             "machine": "whose records to read: a name, a part of it, a key, or all",
         },
-        more=_add_options_of_a_search,
+        more=lambda parser, _: declared.add_options(
+            parser, [declared.options(experiments.recommend)[name] for name in ("seeds", "images")]
+        ),
     ),
 }

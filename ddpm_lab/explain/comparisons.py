@@ -295,10 +295,9 @@ def _with_size(record: RunRecord) -> RunRecord:
 def _differences(mine: RunConfig, other: RunConfig) -> str:
     """What tells two baselines apart, such as "seed 3"; of a hash its beginning."""
     theirs = other.flat
-    changed = {name: v for name, v in mine.flat.items() if name != "data" and theirs.get(name) != v}
-    if "data_sha256" in changed:
-        changed["data"] = changed.pop("data_sha256")[:8]
-    return ", ".join(f"{name.replace('.', ' ').replace('_', ' ')} {value}" for name, value in changed.items())
+    changed = [(name, v) for name, v in mine.flat.items() if name != "data" and theirs.get(name) != v]
+    named = [("data", v[:8]) if name == "data_sha256" else (name, v) for name, v in changed]
+    return ", ".join(f"{name.replace('.', ' ').replace('_', ' ')} {value}" for name, value in named)
 
 
 def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:

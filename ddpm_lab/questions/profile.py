@@ -379,7 +379,11 @@ def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
     record = next((r for r in reversed(study.records) if r.role == "profile" and r.status == "ok" and r.profile), None)
     if record is None:
-        return _without_profile(study, _why_none(study))
+        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
+        if failed is None:
+            return _without_profile(study, compared(replace(study, records=())))
+        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+        return _without_profile(study, plain(study, "The profile failed", FAILED, why))
     taken, known, dark = budget(record), operators(record), unseen(record)
     if taken is None and not known:
         return _without_profile(study, plain(study, "The profile holds no operator time", FAILED))
@@ -413,14 +417,6 @@ def answer(study: Study) -> Answer:
 def _without_profile(study: Study, found: Finding) -> Answer:
     message = partial(charts.message, found.headline, phrases.context(study), found.claim)
     return Answer(study=study, finding=found, figure=message, table=lambda: [])
-
-
-def _why_none(study: Study) -> Finding:
-    failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
-    if failed is None:
-        return compared(replace(study, records=()))
-    why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
-    return plain(study, "The profile failed", FAILED, why)
 
 
 _TOP_OPERATORS = 12

@@ -187,10 +187,6 @@ class _Run:
             self.pages[file.stem] = page
         self.index()
 
-    @property
-    def ledger(self) -> Path:
-        return self.folder.parent / LEDGER
-
     def elapsed(self) -> timedelta:
         return timedelta(seconds=round(time.monotonic() - self.started))
 
@@ -266,6 +262,7 @@ class _Run:
     def index(self, *, stopped: bool = False) -> Path:
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
         said = "The report was stopped." if stopped else "This report is still being made, or was ended."
+        ledger = self.folder.parent / LEDGER
         to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
         pages.write_index(
             list(self.pages.values()),
@@ -274,7 +271,7 @@ class _Run:
             facts=self.facts(),
             notice=said + to_come if stopped or waiting else "",
             command=self.command,
-            ledger=os.path.relpath(self.ledger, self.folder) if self.ledger.exists() else "",
+            ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",
         )
         return target
 
