@@ -1,7 +1,5 @@
 """Read tables: a column of cells, and rows by the cell that names them."""
 
-from __future__ import annotations
-
 from ddpm_lab.explain.table import Table
 
 

@@ -1,7 +1,5 @@
 """Planted records of the question claims: sets with known ratios, and wrong ways with known numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

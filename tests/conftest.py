@@ -1,7 +1,5 @@
 """Fixtures of the tests that start real rank groups."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -3,8 +3,6 @@
 A test module has none of its own there: some packages install a top-level ``tests``, which such a process finds first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

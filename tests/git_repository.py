@@ -1,7 +1,5 @@
 """Real git repositories for tests, whatever the user's own settings are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Workloads with a known answer: what they cost, and how they fail, is planted by their options."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

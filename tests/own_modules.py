@@ -1,7 +1,5 @@
 """Trainings of users, written to a folder as they would write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TRAINING = """

@@ -1,7 +1,5 @@
 """Synthetic records of one device beside several, as a benchmark leaves them, with planted speed-ups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

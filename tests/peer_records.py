@@ -1,7 +1,5 @@
 """Records of other trainers and of a machine's limits, with planted ratios and peaks."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

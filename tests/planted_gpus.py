@@ -1,7 +1,5 @@
 """GPUs that are not there: a binding of NVML that tells of planted cards, for whoever reads hardware."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from types import SimpleNamespace

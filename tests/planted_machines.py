@@ -1,7 +1,5 @@
 """Machines on which one thing is wrong: the configuration in question, what it costs, and the change that cures it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of a search with planted speeds, as ``recommend`` leaves them in a ledger."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The noise of published sets as it is: resampled set by set, with its skew, its drift and its outliers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

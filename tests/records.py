@@ -1,7 +1,5 @@
 """Synthetic records with planted ratios and noise, as the measuring half would write them."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Synthetic records of several ranks: strong and weak scaling by planted ratios, and all-reduces of planted times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

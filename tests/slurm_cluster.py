@@ -1,7 +1,5 @@
 """A SLURM cluster of two nodes on this machine, for tests: munge, slurmctld and two slurmd in a folder of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

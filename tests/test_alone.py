@@ -1,7 +1,5 @@
 """What groups do on their own: real trials, what they record and refuse, time budgets and profiles."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is said of batch sizes: the largest that fits, why no more, and the speed of each."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

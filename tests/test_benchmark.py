@@ -1,7 +1,5 @@
 """One device against several: what is measured, what is refused, and the folder that tells of it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The bottleneck: what is asked, a planted machine's fault comes first with its gain, targets, verdict, the report."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

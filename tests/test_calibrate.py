@@ -1,7 +1,5 @@
 """The instrument's own check: what it measures and refuses, and what it says of planted records."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

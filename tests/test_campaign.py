@@ -4,8 +4,6 @@ The measuring of a set is replaced by one that returns records at once (``test_s
 by one that it moves: a set takes 10 s for each group, baseline and twin among them, 30 s with one candidate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Charts draw points, intervals, bands and bars where the numbers are; a chart that does not is found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The question claims: wrong ways that run, what they make of a number, and verdicts on published claims."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

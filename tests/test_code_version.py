@@ -1,7 +1,5 @@
 """The code version: what changes it, what a rank says that it loaded, and a revision in a folder of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

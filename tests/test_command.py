@@ -1,7 +1,5 @@
 """Scripts that know nothing of the lab take turns: counted steps, what they say of themselves, and how they end."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Five lines for anybody's own loop: what is refused, what is measured, and that an edited file is measured again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

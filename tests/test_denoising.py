@@ -1,7 +1,5 @@
 """Networks ready for sampling, and the workload: the same predictions and images in every form, truly witnessed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

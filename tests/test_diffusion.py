@@ -1,7 +1,5 @@
 """The forward process and its losses against closed forms, brute force and diffusers' schedulers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of trainings of one's own: every step of them runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

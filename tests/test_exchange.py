@@ -1,7 +1,5 @@
 """The questions exchange and all_reduce: what they measure, and what planted records of them come to."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

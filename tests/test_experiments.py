@@ -1,7 +1,5 @@
 """Questions measured for real: what is kept, what is not measured again, and what a kill costs."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is said of other trainers and of a machine's limits, from records with planted ratios and peaks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

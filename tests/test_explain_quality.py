@@ -1,7 +1,5 @@
 """Verdicts on quality: right by simulation, paired by seed, silent where there is too little."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

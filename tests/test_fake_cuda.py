@@ -3,8 +3,6 @@
 Kernels compute nothing there, so no value and no speed is looked at.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

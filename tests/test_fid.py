@@ -1,7 +1,5 @@
 """What a FID needs is checked beforehand; a trial's is the closed formula on features computed apart."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from importlib.util import find_spec

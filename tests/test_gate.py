@@ -1,7 +1,5 @@
 """The working tree against a revision, in real repositories: what is refused, what runs where, how it exits."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

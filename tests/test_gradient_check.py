@@ -1,7 +1,5 @@
 """The gradient check: settings that are sound pass, planted defects do not, and checking changes nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

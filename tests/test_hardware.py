@@ -1,7 +1,5 @@
 """The machine as it is, and what it does while a group works; None for what is unknown, never 0."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

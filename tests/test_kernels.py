@@ -1,7 +1,5 @@
 """The lab's kernels against torch's own in double precision: values and every gradient, at awkward sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product

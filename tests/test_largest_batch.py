@@ -1,7 +1,5 @@
 """The search for the largest batch: it finds what was planted, tries nothing twice, and keeps clear of main memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

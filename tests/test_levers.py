@@ -1,7 +1,5 @@
 """The settings that change how a step is computed: each is witnessed, and none changes what is learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator

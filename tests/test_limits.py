@@ -1,7 +1,5 @@
 """Workloads with a known answer: the counted work of a step, the machine's peaks, an all-reduce, planted pieces."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The lost scaling: its configurations, records in which each part is planted, the slowest rank, and real ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

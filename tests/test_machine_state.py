@@ -1,7 +1,5 @@
 """The machine's state from records to people: values with units, "not available" for what is unknown, never 0."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The numbered notebooks: thin, without outputs, and every parameter reaches the one call that measures."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

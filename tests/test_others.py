@@ -1,7 +1,5 @@
 """What other processes take of the cores, waiting for a quiet moment, and one measurement at a time on a core."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

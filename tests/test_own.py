@@ -1,7 +1,5 @@
 """A user's training as a workload: what the lab sets is what runs, what it is given is used as it is, and in order."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

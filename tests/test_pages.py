@@ -1,7 +1,5 @@
 """What an index says before its questions: what to use, what gains nothing, and what is open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

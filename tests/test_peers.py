@@ -1,7 +1,5 @@
 """Other people's trainers as workloads: they learn, they are of the stated size, and their labels tell the truth."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The phase clock: against a workload that times itself, against a simulated device, and what it costs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import statistics

@@ -1,7 +1,5 @@
 """From settings to something ready to be measured: cores, budgets, and what is refused before a rank starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trials: which configurations are trained for quality, on what, and what is said of what they have learned."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The recommendation: each step's gain, what is recommended, what comes next, the file of settings, the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

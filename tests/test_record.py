@@ -1,7 +1,5 @@
 """What two records of a set say of each other, which sets do not count, and what is compared with what."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

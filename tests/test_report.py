@@ -1,7 +1,5 @@
 """Notebooks run headlessly: what is published, what is refused, and what a stop or a kill leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

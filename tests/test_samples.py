@@ -1,7 +1,5 @@
 """Drawn images and FIDs: every pixel as it was, in the same columns, and only from the same noise."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from typing import Any

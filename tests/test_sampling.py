@@ -1,7 +1,5 @@
 """The samplers against a distribution known exactly, their equations, and diffusers' schedulers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager

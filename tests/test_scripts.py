@@ -1,7 +1,5 @@
 """Two command lines compared: what is a command, what differs, and a planted difference found from end to end."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The search: what sets say of all combinations, which come next, and how often the best is found."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sets of real groups: roles, turns, equal work, compile caches, failures as rows, refused labels."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

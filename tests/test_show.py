@@ -1,7 +1,5 @@
 """What a notebook shows of a study, and what the report can read back from it."""
 
-from __future__ import annotations
-
 import base64
 import html
 import re

@@ -1,7 +1,5 @@
 """Jobs on SLURM, from the job script to the table: with a stand-in for srun, and with a real one of two nodes."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

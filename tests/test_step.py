@@ -1,7 +1,5 @@
 """What a step says of itself: what torch.compile did, and whether gradients were really exchanged."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

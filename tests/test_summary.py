@@ -1,7 +1,5 @@
 """Runs as a table with speed-ups, from jobs, folders and records; and what differs between two of them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

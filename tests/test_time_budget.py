@@ -1,7 +1,5 @@
 """What a profile says: whose budget it is, what it sums to, when it explains nothing; every operator counted once."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

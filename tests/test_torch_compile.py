@@ -1,7 +1,5 @@
 """What compiling costs: the break-even's interval holds what is uncertain, and the counters are the witness's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Comet ML: what its archives hold, and that it can fail, hang or be missing without any harm to a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The training step: its mathematics against a plain one, several ranks against one, and what its witness says."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The commands train and sample: their options, what they refuse, and one walk through both as a user would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The question of the trainers: who is compared with whom, in what, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer of a long run: stopped and continued it learns the same to the last bit, and saving never harms."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Training runs as processes of their own: killed, stopped, out of disk, with other ranks, and what goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

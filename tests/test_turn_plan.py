@@ -1,7 +1,5 @@
 """Orders, lengths and numbers of windows, and the noise that these follow from, against sets that were recorded."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import pairwise, permutations

@@ -1,7 +1,5 @@
 """The networks: exact sizes, agreement with independent implementations, and the properties a trainer needs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """A training that learns nothing: fp16 without a scaler, where every gradient is rounded to nothing."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ddpm_lab.config import RunConfig
