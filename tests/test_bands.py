@@ -1,8 +1,6 @@
 """Names of parallel efficiency: the two published tables literally, and what is refused of one's own."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain.bands import S000, S001, bands
@@ -53,11 +51,3 @@ def test_what_is_no_table_is_refused(value: object) -> None:
     with pytest.raises(ConfigError) as refused:
         bands(value, "--bands")
     assert str(refused.value).startswith(f"--bands is {value!r}: choose one of s000, s001, or ")
-
-
-@given(st.floats(min_value=0, max_value=3), st.floats(min_value=0, max_value=3))
-def test_a_better_efficiency_never_gets_a_worse_name(one: float, other: float) -> None:
-    low, high = sorted((one, other))
-    for table in (S000, S001, bands("a=0.9,b=0.3,c=0")):
-        names = [name for name, _ in table.table]
-        assert names.index(table.name(high)) <= names.index(table.name(low))

@@ -68,8 +68,14 @@ def window(group: CommandGroup, settle: int, steps: int) -> dict[str, Any]:
     return group.window(settle=settle, steps=steps, limit=30, stage="measuring")[0]
 
 
-def test_a_script_makes_the_steps_that_it_is_told_and_no_more(start: Start, tmp_path: Path) -> None:
-    group = start()
+def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.machine = 'set up'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    (tmp_path / "helper.py").write_text("")
+    group = start(before="import helper, numpy\nprint(machine)\ntorch.autocast('cpu', torch.bfloat16).__enter__()")
     report = window(group, 2, 3)
     # The last step sleeps within the optimizer, so what follows it in the script has not run.
     assert list(steps_made(tmp_path).values()) == [5]
@@ -81,17 +87,6 @@ def test_a_script_makes_the_steps_that_it_is_told_and_no_more(start: Start, tmp_
     assert list(steps_made(tmp_path).values()) == [9]
     assert len(second["step_ends"]) == 4
     assert second["start"] > report["end"]
-    summary = group.finish()[0]
-    assert summary["peak_rss_bytes"] > 10_000_000
-    assert summary["threads"] == 1
-
-
-def test_what_it_says_of_itself(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.machine = 'set up'\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    (tmp_path / "helper.py").write_text("")
-    group = start(before="import helper, numpy\nprint(machine)\ntorch.autocast('cpu', torch.bfloat16).__enter__()")
     seen = group.witness()[0]
     assert (seen["parameters"], seen["weights"], seen["optimizer"]) == (72, ["float32"], "AdamW")
     assert (seen["autocast"], seen["compiled"], seen["world_size"]) == (["bfloat16"], False, 1)
@@ -99,6 +94,9 @@ def test_what_it_says_of_itself(start: Start, tmp_path: Path, monkeypatch: pytes
     assert "json" not in seen["versions"]
     assert group.files == sorted(map(str, (tmp_path / "helper.py", tmp_path / "train.py")))
     assert "set up" in (tmp_path / "log").read_text()  # the sitecustomize that was there before
+    summary = group.finish()[0]
+    assert summary["peak_rss_bytes"] > 10_000_000
+    assert summary["threads"] == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from cells import column
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, peak
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
@@ -77,31 +77,6 @@ def test_planted_ratio_is_found_within_its_interval() -> None:
     assert bf16.projected_seconds == pytest.approx(50_000 / bf16.images_per_second)
     assert (twin.verdict, row(records, "fp32").verdict) == ("baseline", "baseline")
     assert bf16.noise.ends == twin.ratio.ends
-
-
-def test_ratio_is_of_equal_work_and_not_of_steps() -> None:
-    """A configuration with twice the batch and twice the time a step is as fast."""
-    found = make.sets({"batch 64": (RunConfig(global_batch_size=64), 1.0)})
-    assert row(found, "batch 64").ratio.value == pytest.approx(1, abs=0.02)
-
-
-def test_baseline_and_twin_together_are_the_baseline() -> None:
-    """A twin that is faster by a log ratio of t makes the baseline faster by t / 2."""
-    twin = [0.02, -0.04, 0.0, 0.01]
-    records = planted({"bf16": [0.5] * 4}, twin)
-    assert [math.log(r) for r in row(records).set_ratios] == pytest.approx([0.49, 0.52, 0.5, 0.495])
-    assert [math.log(r) for r in row(records, "fp32 again").set_ratios] == pytest.approx(twin)
-
-
-def test_crowded_sets_do_not_count_and_are_counted() -> None:
-    quiet = make.sets({"bf16": (BF16, 1.5)}, count=7)
-    bf16 = row(make.sets({"bf16": (BF16, 1.5)}, count=7, crowded=[0, 4]))
-    expected = row([r for r in quiet if number(r) not in (0, 4)])
-    assert (bf16.sets, bf16.disturbed_sets, bf16.verdict) == (5, 2, stats.FASTER)
-    assert bf16.set_ratios == pytest.approx(expected.set_ratios)
-    assert bf16.images_per_second == pytest.approx(expected.images_per_second)
-    drowned = row(make.sets({"bf16": (BF16, 1.5)}, count=4, crowded=range(4)))
-    assert (drowned.sets, drowned.disturbed_sets, drowned.answered) == (0, 4, False)
 
 
 def test_only_sets_that_hold_both_sides_count_and_a_failure_in_one_is_told() -> None:
@@ -240,10 +215,3 @@ def test_families_of_one_name_are_told_apart(change: dict[str, Any], names: list
     shown = answer(make.study(records))
     assert list(dict.fromkeys(column(shown.table(), "Family"))) == names
     assert [ax.get_title(loc="left") for ax in shown.figure().axes] == names
-
-
-def test_unknown_memory_is_unknown() -> None:
-    ranks = (make.rank_record(0), make.rank_record(1, peak_memory_bytes=None))
-    record: RunRecord = replace(make.sets({}, count=1)[0], ranks=ranks)
-    assert np.isnan(peak(record, "peak_memory_bytes"))
-    assert np.isnan(peak(replace(record, ranks=()), "peak_memory_bytes"))

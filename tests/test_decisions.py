@@ -32,13 +32,6 @@ def test_the_first_word_that_holds() -> None:
         assert word(logs) == expected
 
 
-def test_an_adjusted_p_withholds_a_call_and_an_answer_of_same_needs_none() -> None:
-    found = stats.estimate(0.05 + ROUND[:4])
-    assert found.low > 1
-    assert stats.verdict(found, 0.2, 0.035) == stats.INCONCLUSIVE
-    assert stats.verdict(found, 0.2, 0.035, resolution=0.1) == stats.SAME
-
-
 def test_the_levels_of_all_looks_add_up_to_five_percent() -> None:
     levels = [stats.level_of_look(k) for k in range(1, 60)]
     assert levels[:4] == pytest.approx([0.035, 0.0075, 0.00375, 0.001875])

@@ -69,18 +69,6 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     assert campaign.lacks.trials(campaign.experiment.trials) == [], "another question does not train them again"
 
 
-@pytest.mark.slow
-def test_a_profile_leaves_operators_and_a_trace_for_each_rank(tmp_path: Path) -> None:
-    study = experiments.run("profile", preset="smoke", world_size=2, output_dir=tmp_path).study
-    record = study.records[-1]
-    assert record.status == "ok"
-    assert record.profile is not None
-    assert any("conv" in row["name"] for row in record.profile["operators"])
-    assert len(record.profile["traces"]) == 2
-    assert all((tmp_path / "trace_output" / name).exists() for name in record.profile["traces"])
-    assert not record.windows  # a profiled run supplies no time
-
-
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="1000 CPU ranks need 1000 cores"):
@@ -99,12 +87,3 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for published in ("False", 0, "yes"):
         with pytest.raises(ConfigError, match=f"published is {published!r}"):
             experiments.run("peers", published=published, output_dir=tmp_path)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_every_image_size_of_a_sweep_is_shown(tmp_path: Path) -> None:
-    study = experiments.run("multi_gpu", preset="smoke", image_sizes=[16, 32], output_dir=tmp_path).study
-    measured = [r for r in study.records if r.set_id]
-    assert {r.config.image_size for r in measured} == {16, 32}
-    assert len({r.set_id for r in measured}) == 2
-    assert {r.status for r in measured} == {"ok"}

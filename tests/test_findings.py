@@ -71,37 +71,6 @@ def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest
     assert shown == known.read_text()
 
 
-QUIET: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
-
-
-@pytest.mark.parametrize(
-    ("study", "verdict", "sets", "way_out"),
-    [
-        (amp(), stats.FASTER, 6, ""),
-        (amp(count=1), stats.TOO_FEW, 1, "ddpm-lab run amp --batch-size 32"),
-        (amp(1.0, set_noise=0.03), stats.INCONCLUSIVE, 6, "ddpm-lab run amp --batch-size 32 --resolution 3% ("),
-        (amp(1.0, **QUIET), stats.SAME, 6, ""),
-        (amp(1.0, twin_ratio=1.05, set_noise=0.002), stats.INCONCLUSIVE, 6, "ddpm-lab run amp"),
-        (amp(crowded=[(s, t) for s in range(6) for t in range(6)]), stats.TOO_FEW, 0, "ddpm-lab run amp"),
-    ],
-)
-def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: int, way_out: str) -> None:
-    found = answer(study).finding
-    assert (found.verdict, found.sets) == (verdict, sets)
-    assert found.status == (findings.ANSWERED if verdict in stats.ANSWERS else verdict)
-    assert found.way_out.startswith(way_out)
-    assert bool(found.way_out) == bool(way_out)
-
-
-def test_a_finding_holds_what_it_rests_on() -> None:
-    found = answer(replace(amp(), published=True)).finding
-    (row,) = rows(amp())
-    assert (found.ratio, found.low, found.high) == (row.ratio.value, *row.ratio.ends)
-    assert (found.noise_low, found.noise_high) == row.noise.ends
-    assert (found.hardware, found.date, found.quality) == (amp().hardware, "2026-01-03", "quality not measured")
-    assert "not measured here" in found.claim
-
-
 def failed(role: str, config: RunConfig = BF16, **values: Any) -> RunRecord:
     reason = {"status": "crashed", "reason": "the reason"}
     return make.record(config, role=role, label="bf16", baseline_id=RunConfig().run_id, **reason | values)
@@ -120,11 +89,6 @@ def test_a_failure_is_told_with_its_reason(records: list[RunRecord]) -> None:
     found = answer(make.study(records)).finding
     assert found.status == findings.FAILED
     assert any("the reason" in note for note in found.notes)
-
-
-def test_an_empty_ledger_names_the_command() -> None:
-    nothing = answer(STUDIES["nothing"]()).finding
-    assert (nothing.status, "ddpm-lab run amp" in nothing.claim) == ("not measured", True)
 
 
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:

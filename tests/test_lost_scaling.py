@@ -186,19 +186,6 @@ def test_a_planted_loss_is_found_by_its_own_part_and_by_no_other(plant: str) -> 
     assert 1e3 * found["ideal"].value == pytest.approx(steps(**{plant: 4.0})[plan.ONE_RANK] / 2, rel=0.02)
 
 
-def test_all_losses_together_add_up() -> None:
-    planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5, "interaction": 0.7}
-    found = split(study(measured(**planted)))
-    for key, name in PARTS.items():
-        assert 1e3 * found[name].value == pytest.approx(planted.get(key, 0.0) * LOST.get(key, 1.0), abs=0.2), name
-    total = sum(p.value for p in found.parts)
-    assert found["sum of the parts"].value == pytest.approx(total, rel=1e-9)
-    assert found["loss"].value == pytest.approx(total + found["interaction"].value, rel=1e-9)
-    assert found["measured"].value - found["ideal"].value == pytest.approx(found["loss"].value, rel=1e-9)
-    assert 1e3 * found["measured"].value == pytest.approx(steps(**planted)["2 ranks"], rel=0.02)
-    assert 1e3 * found["exchange, loading off"].value == pytest.approx(steps(**planted)[plan.ALL_OFF], rel=0.02)
-
-
 def test_an_interaction_above_a_third_makes_the_split_unreliable() -> None:
     fine, bad = (splits(study(measured(communication=4.0, interaction=x))) for x in (1.0, 3.0))
     assert (fine[0].reliable, bad[0].reliable) == (True, False)

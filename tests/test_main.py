@@ -85,6 +85,8 @@ REFUSED = {
     "run amp --held-out nowhere --data EMPTY": ["nowhere"],
     "run amp --ledger LEDGER --seed 1": ["--seed"],
     "run bottleneck --machine here --world-size 1": ["--world-size"],
+    "run bottleneck --ledger LEDGER --only bf16": ["--only"],
+    "run bottleneck --config nowhere.toml": ["nowhere.toml"],
     "run strategy amp": ["strategy", "alone"],
     "run strategy --preset smoke": ["--preset"],
     "run strategy --network tiny --parameters 9": ["--network", "--parameters"],
@@ -92,6 +94,7 @@ REFUSED = {
     "run amp --output-dir /proc/below": ["/proc/below"],
     "figures --ledger RECORDS --output-dir /proc/below": ["/proc/below"],
     "run bottleneck --config DEEP.toml": ["DEEP.toml"],
+    "compare mine:before mine:after --per-step 8": ["--per-step"],
     "compare DEEP.toml TIME.toml": ["DEEP.toml"],
     "compare TIME.toml TEXT.toml": ["TIME.toml", "options", "datetime.time"],
     "compare TEXT.toml TIME.toml": ["TEXT.toml", "options", "'text'"],
@@ -111,8 +114,18 @@ REFUSED = {
     "figures --ledger TEXT": ["TEXT", "2 lines"],
     "figures --ledger LEDGER --machine cray": ["'cray'", "Example CPU 9000"],
     "figures --check --publish": ["--publish", "--check"],
+    "run strategy --batch-size 0": ["batch_size"],
+    "run strategy --parameters 0": ["parameters"],
+    "run strategy --device cuda": ["GPU"],
     "recommend --ledger LEDGER --minutes 5": ["--minutes"],
+    "recommend --minutes 0.1": ["minutes is 0.1"],
+    "recommend --only precision": ["--only is 'precision'"],
     "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
+    "benchmark --batch-sizes 16,x": ["'x'"],
+    "benchmark --batch-sizes 15": ["15"],
+    "benchmark --loader-workers 9": ["loader_workers is 9"],
+    "benchmark --machine here": ["--ledger"],
+    "benchmark --ledger none.jsonl": ["none.jsonl"],
 }
 
 
@@ -131,7 +144,7 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
         (tmp_path / f"{name}.toml").write_text(text)
     for arguments, words in REFUSED.items():
         given = arguments.split()
-        if given[:1] in (["run"], ["figures"]) and "--output-dir" not in given:
+        if given[:1] in (["run"], ["figures"], ["recommend"], ["benchmark"]) and "--output-dir" not in given:
             given += ["--output-dir", "out"]
         code, out, err = call(*given)
         assert (code, out) == (2, ""), arguments

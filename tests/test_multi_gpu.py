@@ -10,7 +10,6 @@ import records as make
 from conftest import Call
 from scaled_records import ONE, strong, switched_off, weak
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.bands import S000, Bands, bands
@@ -21,7 +20,7 @@ from ddpm_lab.measure.cluster import Cluster, Place
 from ddpm_lab.measure.process import Store
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.multi_gpu import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior, scaling_rows
+from ddpm_lab.questions.multi_gpu import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.record import RunRecord
 
 
@@ -35,31 +34,12 @@ def rated(*records: list[RunRecord], bands: Bands | None = None) -> str:
     return answer(replace(of, bands=bands or of.bands)).finding.notes[0]
 
 
-def test_weak_scaling_is_over_equal_images_and_strong_scaling_leads() -> None:
-    both = study(strong({2: 1.6}), weak({2: 1.9}))
-    rows = {(r.scaling, r.label): r for r in scaling_rows(both)}
-    for kind, planted in (("strong", 1.6), ("weak", 1.9)):
-        row = rows[kind, "2 GPUs"]
-        assert row.ratio.value == pytest.approx(planted, rel=0.02)
-        assert row.efficiency.value == pytest.approx(planted / 2, rel=0.02)
-        # 1.9 times the images a second: a step of twice the images takes 2 / 1.9 as long.
-        assert row.images_per_second == pytest.approx(planted * rows[kind, "1 GPU"].images_per_second, rel=0.03)
-    assert answer(both).finding.ratio == rows["strong", "2 GPUs"].ratio.value
-    assert answer(study(weak({2: 1.8}))).finding.ratio == pytest.approx(1.8, rel=0.02)
-
-
 def test_the_bands_are_those_that_were_asked_for() -> None:
     records, own = strong({8: 6.45}), bands({"splendid": 0.8, "rest": 0})
     assert "), good" in rated(records)
     assert "by S000's bands." in rated(records, bands=S000)
     assert "), splendid" in rated(records, bands=own)
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]
-
-
-def test_an_efficiency_is_called_by_its_whole_interval() -> None:
-    noisy = {1.7: (0.15, "does not decide"), 1.9: (0.005, "; good scaling"), 2.01: (0.02, "perfect")}
-    for ratio, (noise, words) in {**noisy, 2.5: (0.005, "above 100 %")}.items():
-        assert words in rated(strong({2: ratio}, set_noise=noise))
 
 
 def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
@@ -193,13 +173,6 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call) -> None:
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
     other = call(*ask, "--device", "cpu", "--batch-size", 64)[1]
     assert f"--batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
-    for name, value, word in (
-        ("batch-size", 0, "batch_size"),
-        ("parameters", 0, "parameters"),
-        ("device", "cuda", "GPU"),
-    ):
-        code, out, err = call(*ask, f"--{name}", value)
-        assert (code, out, word in err) == (2, "", True)
 
 
 def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +186,3 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
         assert multi_gpu.most_ranks(device)[0] == most
     with pytest.raises(multi_gpu.NoRanksError, match="1 rank on 1 host"):
         multi_gpu.several_ranks("cpu")
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_weighing_needs_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_gpu, "missing_to_explain", lambda: "scipy")
-    with pytest.raises(ConfigError, match="scipy"):
-        multi_gpu.strategy(output_dir=tmp_path)

@@ -11,7 +11,6 @@ import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.files import LEDGER
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
@@ -91,14 +90,6 @@ def test_a_budget_too_small_for_the_primary_comparison_is_refused_with_the_small
     assert smallest(plan, "batch_size", minutes=0.5) == 1.0, "sets of other candidates are none of the primary one"
     for settings in ({"sets": 2}, {"preset": "smoke"}, {"precisions": ["fp32"]}):
         assert plan(global_batch_size=4, minutes=0.01, **settings), "what promises no answer takes any budget"
-
-
-def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = plan(minutes=0)
-    monkeypatch.setattr(planned.campaign, "run", lambda *_, **__: pytest.fail("something was measured"))
-    found = planned.measure()
-    assert (found.measured_sets, found.completed, found.disturbed) == (0, False, 0)
-    assert not (planned.output / LEDGER).exists()
 
 
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:

@@ -75,7 +75,6 @@ def test_arm_processors_and_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPa
 def test_kernels_compiled_for_older_processors_compute_the_same(limit: str) -> None:
     """Every test of the kernels again, with the instructions of an older processor."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": limit, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    tests = ("tests/test_kernels.py", "tests/test_unet.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_kernels.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import records as make
-from cells import column
 from setups import setup
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_WORSE
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
 from ddpm_lab.questions import trained as learned
@@ -125,22 +122,6 @@ def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
     assert {t.config.precision for t in both.trials} == {"fp32", "bf16"}, "each family's loader changes nothing"
 
 
-@pytest.mark.parametrize(
-    ("name", "grid", "words"),
-    [
-        ("amp", {"seeds": -1}, "seeds.*-1"),
-        ("amp", {"images": 400}, "images.*400.*seeds"),
-        ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, "images.*16.*64"),
-        ("workers", {"seeds": 8}, "seeds.*8.*workers.*amp"),
-        ("profile", {"images": 400}, "images.*400.*profile"),
-        ("peers", {"seeds": 8}, "seeds.*8.*levers"),
-    ],
-)
-def test_wrong_trials_are_refused(name: str, grid: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ask(name, replace(HERE, network="seed" if name == "peers" else "tiny"), **grid)
-
-
 def test_only_what_may_change_a_gradient_is_trained_for_its_quality() -> None:
     """Two ranks' sum is the same whatever bucket it travels in; hooks round it, and the sum of three has an order."""
     experiment = ask(
@@ -168,20 +149,6 @@ LOSSES = {"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.02), "2 micro-batches": (MI
 def studied(seeds: int = 8) -> Study:
     speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32")
     return replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES, seeds=seeds)))
-
-
-def test_the_answer_is_the_fastest_that_is_not_worse() -> None:
-    found = answer(studied()).finding
-    assert (found.status, found.verdict) == ("answered", NOT_WORSE)
-    assert found.headline.startswith("bf16 trains 1.6")
-    assert found.headline.endswith("batch 64 is worse")
-    assert "not worse after 8,000 images (8 seeds)" in found.quality
-    few = answer(studied(3)).finding
-    assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
-    assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
-    shown = answer(studied()).table()
-    assert column(shown, "Configuration") == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
-    assert (column(shown, "Seeds"), shown[2]["Quality"]) == (["8"] * 4, "worse after 8,000 images (8 seeds)")
 
 
 def test_another_baseline_is_not_passed_over_in_silence() -> None:

@@ -156,6 +156,11 @@ def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given()
 
 # --- refusals, primary comparisons, free cores ------------------------------------------------------------------------
 
+ONE_CELL: dict[str, list[Any]] = {
+    **{"precision": ["fp32"], "memory": ["nchw"], "compile": ["off"], "freed_memory": ["default"]},
+    **{"ranks": [1], "loader": ["packed"], "batch": [8]},
+}
+
 
 @pytest.mark.parametrize(
     ("name", "grid", "words"),
@@ -171,11 +176,34 @@ def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given()
         ("batch_size", {"global_batch_sizes": [3], "world_size": 2}, ["3", "2 ranks"]),
         ("torch_compile", {"loader_workers": -1}, ["loader_workers", "-1", "at least 0"]),
         ("torch_compile", {"loader_workers": 3}, ["loader_workers", "3", "2 cores"]),
+        ("bottleneck", {"precison": "bf16"}, ["precision"]),
+        ("bottleneck", {"workload": "mine:step"}, ["workload is 'mine:step'"]),
+        ("bottleneck", {"loader": "files", "loader_workers": 9}, ["loader_workers is 9"]),
+        ("bottleneck", {"world_size": 3}, ["3 CPU ranks"]),
+        ("bottleneck", {"only": ["bf17"]}, ["only is 'bf17'"]),
+        ("bottleneck", {"precision": "fp16"}, ["'fp16'"]),
+        ("all_reduce", {"message_bytes": []}, ["message_bytes"]),
+        ("all_reduce", {"message_bytes": [1022]}, ["message_bytes has 1022"]),
+        ("all_reduce", {"world_sizes": [3]}, ["3 CPU ranks need 3 cores"]),
+        ("all_reduce", {"world_sizes": [1]}, ["world_sizes has 1"]),
+        ("search", {"only": {"speed": ["all"]}}, ["only is 'speed'"]),
+        ("search", {"only": {"precision": ["fp16"]}}, ["only precision has 'fp16'"]),
+        ("search", {"only": {"ranks": [64]}}, ["only ranks is '64'"]),
+        ("search", {"only": {"memory": "nchw"}}, ["give a list"]),
+        ("search", {"only": ["precision"]}, ["only is"]),
+        ("search", {"only": ONE_CELL}, ["nothing is left"]),
+        ("amp", {"seeds": -1}, ["seeds", "-1"]),
+        ("amp", {"images": 400}, ["images", "400", "seeds"]),
+        ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, ["images", "16", "64"]),
+        ("workers", {"seeds": 8}, ["seeds", "8", "workers", "amp"]),
+        ("profile", {"images": 400}, ["images", "400", "profile"]),
+        ("peers", {"seeds": 8, "network": "seed"}, ["seeds", "8", "levers"]),
     ],
 )
 def test_wrong_values_are_refused_in_a_sentence(name: str, grid: dict[str, Any], words: list[str]) -> None:
+    here = setup(network=grid.pop("network", "tiny"))
     with pytest.raises(ConfigError) as refusal:
-        ask(name, setup(), **grid)
+        ask(name, here, **grid)
     assert "\n" not in str(refusal.value)
     assert not [word for word in words if word not in str(refusal.value)]
 

@@ -23,7 +23,6 @@ import records as make
 from conftest import Call, alive
 from matplotlib.text import Text
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
@@ -31,7 +30,6 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.experiments import recommend
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.training_run import plan_training
@@ -314,20 +312,6 @@ def test_it_answers_from_records_and_refuses_mixed_machines(call: Call, tmp_path
     assert not (tmp_path / "recommended.toml").exists(), "records of another machine recommend nothing for this one"
     code, out, err = call("recommend", "--ledger", here, there, "--output-dir", tmp_path)
     assert (code, out, "2 machines" in err) == (2, "", True)
-
-
-def test_what_makes_no_sense_is_refused_in_a_sentence(call: Call, tmp_path: Path) -> None:
-    for options, words in (
-        (("--minutes", "0.1"), "minutes is 0.1"),
-        (("--only", "precision"), "--only is 'precision'"),
-        (("--images", "100"), "images is 100, and without seeds"),
-    ):
-        code, out, err = call("recommend", "--device", "cpu", "--output-dir", tmp_path, *options)
-        assert (code, out, f"ddpm-lab: {words}" in err) == (2, "", True)
-    for minutes in (-5, math.nan, True):
-        with pytest.raises(ConfigError, match="minutes is"):
-            recommend(minutes=minutes, output_dir=tmp_path)
-    assert not (tmp_path / "trace_output" / "ledger.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 import records as make
 from setups import MACHINES, machine_setup, setup
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.plan import Cell, Space, Value
 from ddpm_lab.questions import search
@@ -279,21 +278,6 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
     assert (space.baseline.loader_workers, space.baseline.global_batch_size) == (1, 4)
     assert {c.global_batch_size for c in space.cells.values()} == {4, 12}
     assert space_of(global_batch_size=6).baseline.global_batch_size == 6
-
-
-def test_what_there_is_not_is_refused() -> None:
-    one = {"precision": ["fp32"], "memory": ["nchw"], "compile": ["off"], "freed_memory": ["default"], "ranks": [1]}
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"only": {"speed": ["all"]}}, "only is 'speed'"),
-        ({"only": {"precision": ["fp16"]}}, "only precision has 'fp16'"),
-        ({"only": {"ranks": [64]}}, "only ranks is '64'"),
-        ({"only": {"memory": "nchw"}}, "give a list"),
-        ({"only": ["precision"]}, "only is"),
-        ({"only": {**one, "loader": ["packed"], "batch": [8]}}, "nothing is left"),
-    )
-    for grid, words in refused:
-        with pytest.raises(ConfigError, match=words):
-            ask("search", setup(), **grid)
 
 
 def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> None:

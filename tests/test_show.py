@@ -54,21 +54,6 @@ def test_the_figure_is_shown_with_its_text_alternative_and_written(amp: Study) -
 
 
 @pytest.mark.usefixtures("shell")
-def test_a_quality_that_is_not_measured_comes_with_its_command(amp: Study) -> None:
-    own = replace(amp, records=tuple(replace(r, data_name="500 images from my/photos") for r in amp.records))
-    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
-    nothing = study(sets({}, failures={"bf16": (replace(BASE, precision="bf16"), "crashed", "gone")}))
-    for of, command in (
-        (amp, "not measured; ddpm-lab run amp --seeds 8 measures it"),
-        (own, "not measured; ddpm-lab run amp --seeds 8 --data DATA measures it"),
-        (judged, "not worse after 8,000 images (8 seeds)"),
-        (nothing, "not measured"),
-    ):
-        (line,) = [t for t in shown(show.finding, of)[0].data["text/plain"].splitlines() if t.startswith("- Quality")]
-        assert line == f"- Quality: {command}"
-
-
-@pytest.mark.usefixtures("shell")
 def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
     judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
     (row,) = (r for r in answer(judged).table() if r["Configuration"] == "bf16")

@@ -10,7 +10,7 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.questions.torch_compile import BreakEven, break_even, counters, pays_off
+from ddpm_lab.questions.torch_compile import BreakEven, break_even, pays_off
 
 COMPILED = RunConfig(compile="whole")
 
@@ -51,11 +51,3 @@ def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
     assert (break_even(*slower).steps.value, pays_off(cost, slower[1])) == (math.inf, "never, at this speed")
     nothing: BreakEven = break_even(*study([]))
     assert all(map(math.isnan, (nothing.compile.value, nothing.steps.value, *nothing.steps.ends)))
-
-
-def test_the_counters_are_those_of_the_witness() -> None:
-    found, row = study([30.0])
-    assert counters(found, row.run_id) == ""
-    seen = {"ranks": [{"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}]}
-    found = dataclasses.replace(found, records=tuple(dataclasses.replace(r, witness=seen) for r in found.records))
-    assert counters(found, row.run_id) == "2 compiled frames, 3 graphs, 1 graph break and 0 recompiles"

@@ -75,18 +75,6 @@ def test_so_many_sets_resolve_an_effect(effect: float, turns: int, within: float
     assert sets < 6 or half_width(sets - 2, turns, within, between) > math.log1p(effect) / 2
 
 
-@pytest.mark.parametrize(("within", "between"), [(0.1, 0.03), (0.05, 0.05), (0.15, 0.01)])
-def test_planted_variances_come_back(within: float, between: float) -> None:
-    rng = np.random.default_rng(0)
-    twins = [
-        rng.normal(0, between * math.sqrt(2)) + rng.normal(0, within * math.sqrt(2), turns)
-        for turns in [12] * 300 + [4] * 300
-    ]
-    assert shortfall.variances([[0.3]]) == (shortfall.WITHIN, shortfall.BETWEEN), "nothing is known"
-    found = shortfall.variances([list(v) for v in twins])
-    assert found == pytest.approx((within, between), rel=0.15, abs=0.008)
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine: str) -> None:
     long = [row.twin for row in recorded(machine) if row.quiet and len(row.twin) == 12]
