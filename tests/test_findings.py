@@ -71,6 +71,15 @@ def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest
     assert shown == known.read_text()
 
 
+def test_a_finding_holds_what_it_rests_on() -> None:
+    found = answer(replace(amp(), published=True)).finding
+    (row,) = rows(amp())
+    assert (found.ratio, found.low, found.high) == (row.ratio.value, *row.ratio.ends)
+    assert (found.noise_low, found.noise_high) == row.noise.ends
+    assert (found.hardware, found.date, found.quality) == (amp().hardware, "2026-01-03", "quality not measured")
+    assert "not measured here" in found.claim
+
+
 def failed(role: str, config: RunConfig = BF16, **values: Any) -> RunRecord:
     reason = {"status": "crashed", "reason": "the reason"}
     return make.record(config, role=role, label="bf16", baseline_id=RunConfig().run_id, **reason | values)
@@ -89,6 +98,11 @@ def test_a_failure_is_told_with_its_reason(records: list[RunRecord]) -> None:
     found = answer(make.study(records)).finding
     assert found.status == findings.FAILED
     assert any("the reason" in note for note in found.notes)
+
+
+def test_an_empty_ledger_names_the_command() -> None:
+    nothing = answer(STUDIES["nothing"]()).finding
+    assert (nothing.status, "ddpm-lab run amp" in nothing.claim) == ("not measured", True)
 
 
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:

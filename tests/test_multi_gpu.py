@@ -10,6 +10,7 @@ import records as make
 from conftest import Call
 from scaled_records import ONE, strong, switched_off, weak
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.bands import S000, Bands, bands
@@ -40,6 +41,12 @@ def test_the_bands_are_those_that_were_asked_for() -> None:
     assert "by S000's bands." in rated(records, bands=S000)
     assert "), splendid" in rated(records, bands=own)
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]
+
+
+def test_an_efficiency_is_called_by_its_whole_interval() -> None:
+    noisy = {1.7: (0.15, "does not decide"), 1.9: (0.005, "; good scaling"), 2.01: (0.02, "perfect")}
+    for ratio, (noise, words) in {**noisy, 2.5: (0.005, "above 100 %")}.items():
+        assert words in rated(strong({2: ratio}, set_noise=noise))
 
 
 def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
@@ -186,3 +193,10 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
         assert multi_gpu.most_ranks(device)[0] == most
     with pytest.raises(multi_gpu.NoRanksError, match="1 rank on 1 host"):
         multi_gpu.several_ranks("cpu")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_weighing_needs_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_gpu, "missing_to_explain", lambda: "scipy")
+    with pytest.raises(ConfigError, match="scipy"):
+        multi_gpu.strategy(output_dir=tmp_path)
