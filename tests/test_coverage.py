@@ -58,7 +58,7 @@ def test_intervals_cover_the_truth_on_recorded_noise(machine: str, differing: fl
         rng = np.random.default_rng(n + others)
         world = Machine(machine, rng)
         logs, spreads = [], list[Spread | None]()
-        for _ in range(2500 // EVERY):
+        for _ in range(2000 // EVERY):
             logs += [world.question(n)[0] * np.exp(differing * rng.normal()) for _ in range(EVERY)]
             factors = np.exp(differing * rng.normal(size=others))
             known = [s * f for s, f in zip(world.others(others, n), factors, strict=True)]
@@ -81,7 +81,7 @@ def test_a_comparison_that_scatters_more_than_the_others_is_not_steadied_by_them
 @pytest.mark.slow
 @on_each_machine
 @pytest.mark.parametrize("looks", LOOKS)
-@pytest.mark.parametrize(("candidates", "tries", "others"), [(1, 4000, (0, 3, 10)), (7, 1500, (0, 6))])
+@pytest.mark.parametrize(("candidates", "tries", "others"), [(1, 2500, (0, 3, 10)), (7, 1000, (0, 6))])
 def test_at_most_five_percent_of_questions_make_a_false_call(
     machine: str, looks: tuple[int, ...], candidates: int, tries: int, others: tuple[int, ...]
 ) -> None:

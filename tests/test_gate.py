@@ -28,7 +28,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import gate, planning
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.gate import outcome
+from ddpm_lab.questions.gate import outcome, summary
 
 MINE = """
 import torch
@@ -302,3 +302,11 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)
+
+
+def test_the_summary_says_what_was_decided_and_what_it_rests_on() -> None:
+    one = study(0.8)
+    judged = outcome(answer(one), 0.03)
+    shown = summary(answer(one), judged)
+    assert shown.startswith(f"### {judged.sentence}\n")
+    assert all(word in shown for word in ("0.80", "8 sets", "not measured"))

@@ -157,7 +157,7 @@ def test_threads_are_as_many_as_cores_are_free_or_asked_for(plan: Asking, monkey
     assert {c.threads for c in plan().campaign.experiment.configurations} == {0}, "all that there are"
     looked = busy(monkeypatch)
     planned = plan(image_sizes=[8, 16])
-    assert {c.threads for c in planned.campaign.experiment.configurations} == {1}
+    assert {(c.threads, c.image_size) for c in planned.campaign.experiment.configurations} == {(1, 8), (1, 16)}
     assert looked == [1], "once a question"
     one, both = plan(cores=1), plan(cores=2)
     assert [base_of(planned).threads for planned in (one, both)] == [1, 0]

@@ -10,6 +10,7 @@ from setups import setup
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
 from ddpm_lab.questions import trained as learned
@@ -149,6 +150,12 @@ LOSSES = {"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.02), "2 micro-batches": (MI
 def studied(seeds: int = 8) -> Study:
     speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32")
     return replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES, seeds=seeds)))
+
+
+def test_too_few_seeds_are_no_verdict_and_none_no_measurement() -> None:
+    few = answer(studied(3)).finding
+    assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
+    assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
 
 
 def test_another_baseline_is_not_passed_over_in_silence() -> None:
