@@ -158,6 +158,11 @@ def test_too_few_seeds_are_no_verdict_and_none_no_measurement() -> None:
     assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
 
 
+def test_what_is_faster_and_worse_does_not_lead() -> None:
+    harmed = make.trials({"bf16": (BF16, 0.05), "batch 64": (LARGE, 0.0)})
+    assert answer(replace(studied(), trials=tuple(harmed))).finding.headline.startswith("Batch 64 trains 1.3")
+
+
 def test_another_baseline_is_not_passed_over_in_silence() -> None:
     other, of = RunConfig(global_batch_size=128), studied()
     narrow = {"bf16": (replace(other, precision="bf16"), 1.2)}
