@@ -12,7 +12,7 @@ from cells import column
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
@@ -162,15 +162,6 @@ def test_what_is_resolved_and_the_minutes_that_would_resolve_more() -> None:
     both = {"bf16": (BF16, 1.0), "other": (RunConfig(seed=3), 1.0)}
     more = make.sets({"other": both["other"]}, count=4, seed=1, stages=stages)
     assert row([*make.sets(both, count=4, stages=stages), *more]).set_seconds == 15, "of the comparison's own sets"
-
-
-def test_a_mechanism_has_no_speed_and_efficiency_is_speed_up_by_ranks() -> None:
-    ranks = RunConfig(world_size=4, oversubscribe=True)
-    found = row(make.sets({"4 ranks": (ranks, 1.3)}, mechanism_only=["4 ranks"]), "4 ranks")
-    assert found.verdict == MECHANISM_ONLY
-    assert np.isnan([found.ratio.value, found.images_per_second, found.efficiency.value, found.step_seconds]).all()
-    two = row(make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}), "2 ranks")
-    assert two.efficiency.ends == pytest.approx([v / 2 for v in two.ratio.ends])
 
 
 @pytest.mark.parametrize(

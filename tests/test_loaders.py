@@ -25,7 +25,7 @@ import ddpm_lab
 from ddpm_lab.data import loaders
 from ddpm_lab.data.draws import EpochStream, Plan, rank_share
 from ddpm_lab.data.folder import DataError, ImageError
-from ddpm_lab.data.loaders import Batch, ModelRange, dataset_loader, open_loader
+from ddpm_lab.data.loaders import Batch, dataset_loader, open_loader
 from ddpm_lab.data.packed import PackedImages, open_packed, prepare
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.workload import Unsupported
@@ -80,15 +80,6 @@ def same(found: Batch, expected: Batch) -> bool:
         and np.array_equal(found.indices, expected.indices)
         and found.step == expected.step
     )
-
-
-def test_all_values_have_the_bits_of_the_plain_definition() -> None:
-    images = np.arange(256, dtype=np.uint8)[:192].reshape(1, SIDE, SIDE, 3)
-    images = np.concatenate([images, images + 64])
-    for channels_last in (False, True):
-        found = ModelRange(SIDE, channels_last)(torch.from_numpy(images.reshape(2, ROW)))
-        assert torch.equal(found, scaled(images, channels_last))
-        assert (float(found.min()), float(found.max())) == (-1, 1)
 
 
 def without_copies(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
