@@ -21,7 +21,7 @@ from ddpm_lab.training.checkpoint import read
 from ddpm_lab.training.run_folder import checkpoints_in
 
 # As many as one cares to wait for: KILLS=20 takes two minutes and a half.
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "6"))
 
 
 ON_ONE_CORE = """
