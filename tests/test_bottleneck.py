@@ -12,6 +12,7 @@ from conftest import Call
 from planted_machines import MACHINES, Planted, profiled, seconds, study, told
 from setups import setup
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
@@ -28,6 +29,7 @@ from ddpm_lab.questions.bottleneck import (
     batch_sizes,
     bottleneck,
     changes,
+    check_memory,
     fitting,
     markdown,
 )
@@ -351,3 +353,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_measured(call: Ca
     code, _, error = call("run", "bottleneck", *large)
     assert (code, "global_batch_size is 99,999,999" in error) == (2, True)
     assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
+    fits = replace(CONFIG, global_batch_size=2**30 // (24 * 2**10))  # an image and its noise take 24 KiB
+    check_memory(fits, 2**30, "the machine")
+    with pytest.raises(ConfigError, match="global_batch_size is 43,691"):
+        check_memory(replace(fits, global_batch_size=43_691), 2**30, "the machine")

@@ -119,6 +119,8 @@ REFUSED = {
     "run strategy --device cuda": ["GPU"],
     "recommend --ledger LEDGER --minutes 5": ["--minutes"],
     "recommend --minutes 0.1": ["minutes is 0.1"],
+    "recommend --minutes -5": ["minutes is -5"],
+    "recommend --minutes nan": ["minutes is nan"],
     "recommend --only precision": ["--only is 'precision'"],
     "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
     "benchmark --batch-sizes 16,x": ["'x'"],
