@@ -12,6 +12,7 @@ from conftest import Call
 from git_repository import commit, repository, write
 
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import scripts
 
 TRAIN = """
@@ -101,3 +102,16 @@ def test_a_script_against_a_revision(call: Call, folder: Path) -> None:
     code, _, err = call(*words)
     assert code == 2
     assert "not today" in err
+
+
+@pytest.mark.slow
+def test_an_edited_script_is_other_code(folder: Path, instrument: Instrument) -> None:
+    config = scripts.configuration(f"{sys.executable} train.py", "A", device="cpu")
+
+    def key() -> str:
+        return scripts.look(config, instrument, "A")[1].key
+
+    before = key()
+    assert key() == before, "sets of the same code are used again"
+    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    assert key() != before
