@@ -152,7 +152,10 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
-    log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except FileNotFoundError:  # the start was interrupted, and the group is gone
+        os._exit(1)
     _flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -421,8 +424,11 @@ class LocalRank:
             self.pid = int(self._process.pid)
             self._started = start_ticks(self.pid)
             _ranks.add(self.pid)
+            # What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``.
             self.ears: list[Any] = [self._pipe, self._process.sentinel]
-            """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
+        except BaseException:
+            self._lifeline.close()  # so that a rank that was just started ends
+            raise
         finally:
             theirs.close()
             end.close()

@@ -28,7 +28,8 @@ from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.process import GroupFolder, end_guarded, guarded, sweep
+from ddpm_lab.measure.others import LOCK_VARIABLE, lock_file
+from ddpm_lab.measure.process import GroupFolder, end_guarded, guarded, sweep, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
@@ -333,7 +334,8 @@ def execute(
     with GroupFolder() as private:
         lines, log = private / "progress", private / "log"
         lines.touch()
-        own = {
+        own = temporary(private) | {
+            LOCK_VARIABLE: lock_file(),  # which is not of this folder
             FILE_VARIABLE: str(lines),
             "IPYTHONDIR": f"{private}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{private}/runtime",
@@ -348,7 +350,6 @@ def execute(
                     _wait(process, progress, say, stop)
             finally:
                 end_guarded(process)
-                sweep()
         try:
             load(target)
         except (OSError, ValueError):  # ended before it was written, or meanwhile
