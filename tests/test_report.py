@@ -250,15 +250,6 @@ def test_a_stop_keeps_what_is_done_and_says_what_is_missing(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_no_kernel_outlives_a_report_that_is_killed(tmp_path: Path) -> None:
-    started, kernel = begin(tmp_path)
-    started.kill()
-    started.communicate()
-    assert psutil.wait_procs([kernel], timeout=10)[1] == []
-    assert "To come: 02_b, 03_c." in (tmp_path / "out" / "reports" / "index.html").read_text()
-
-
-@pytest.mark.slow
 @pytest.mark.skipif("SMOKE_REPORT" not in os.environ, reason="SMOKE_REPORT is no folder with a smoke report (.ci/run)")
 def test_a_smoke_report_is_whole() -> None:
     output = Path(os.environ["SMOKE_REPORT"])

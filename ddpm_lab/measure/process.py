@@ -32,7 +32,7 @@ from datetime import timedelta
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
@@ -48,6 +48,7 @@ the cores. It must be in the environment before torch is imported, and it is the
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
+PF_EXITING = 4
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -243,7 +244,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _runs(pid: int) -> bool:
-    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+    """Whether a process runs; one that is ending, which may take a moment, does not."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
 
 
 def start_ticks(pid: int) -> int | None:
@@ -400,6 +403,7 @@ class LocalRank:
 
     host = ""
     unheard = False
+    _told: ClassVar[LocalRank | None] = None  # the latest
 
     def __init__(self, job: RankJob) -> None:
         self.job = job
@@ -439,6 +443,8 @@ class LocalRank:
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
         self._beat.touch()
+        self._see_parent(at_work=LocalRank._told or self)
+        LocalRank._told = self
         self._done = False
         if self._parent in _lost:  # which would have told that the rank ends
             self.ears = [self._pipe]
@@ -446,14 +452,9 @@ class LocalRank:
             self._pipe.send((command, arguments))
 
     def hear(self) -> str | None:
-        """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it.
-
-        Where the fork server was killed, the group at work is to blame, if any is; others can go on.
-        """
-        if self._parent not in _lost and not _runs(self._parent):
-            _lost.add(self._parent)
-            how = "its parent process, which starts the ranks, was killed"
-            self._error = {"status": "crashed", "message": how, "detail": self.log(), "time": time.monotonic()}
+        """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
+        self._see_parent(at_work=self)
+        if self._error:
             return LEFT
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
@@ -465,6 +466,13 @@ class LocalRank:
             return DONE if self._done else LEFT
         self._process.join(1)  # for its exit code
         return LEFT
+
+    def _see_parent(self, at_work: LocalRank) -> None:
+        """Where the fork server was killed, blame whoever is ``at_work``; all others can go on."""
+        if self._parent not in _lost and not _runs(self._parent):
+            _lost.add(self._parent)
+            how = "its parent process, which starts the ranks, was killed"
+            at_work._error = {"status": "crashed", "message": how, "detail": self.log(), "time": time.monotonic()}
 
     def _lives(self) -> bool:
         return self._process.is_alive() or (start_ticks(self.pid) == self._started and _runs(self.pid))
