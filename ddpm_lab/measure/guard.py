@@ -5,6 +5,7 @@ Run as a file by a Python without the lab. Standard input is a pipe that whoever
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -27,26 +28,24 @@ def adopt() -> None:
 
 
 def end_below(pid: int, spared: Collection[int] = ()) -> None:
-    """Kill what descends from a process, but those ``spared`` and what descends from them.
+    """Kill what descends from a process, but its children that are ``spared``, and what descends from those.
 
-    A killed process's children become those of one that has adopted, and are found at the next look.
+    A killed process's children become those of one that has adopted, and are found at the next look; so is what was
+    started during the last one, after which nobody is left to start more.
     """
-    limit = time.monotonic() + END_SECONDS
-    while time.monotonic() < limit:
-        found = list[psutil.Process]()
-        try:
-            for child in psutil.Process(pid).children():
-                if child.pid not in spared:
-                    found += [child, *child.children(recursive=True)]
-            found = [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
-            for process in found:
-                process.kill()
-        except psutil.Error:  # one that ended meanwhile, or all of them
-            if not psutil.pid_exists(pid):
-                return
-            continue
-        if not found:
-            return
+    limit, looks = time.monotonic() + END_SECONDS, 0
+    while looks < 2 and time.monotonic() < limit:
+        looks += 1
+        with contextlib.suppress(psutil.Error):  # the process itself has ended
+            top = psutil.Process(pid)
+            found = top.children(recursive=True)  # first, so that whatever a spared one starts meanwhile is not in it
+            spare = [child for child in top.children() if child.pid in spared]
+            kept = {process for child in spare for process in (child, *child.children(recursive=True))}
+            for process in {*found} - kept:
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        process.kill()
+                        looks = 0
         time.sleep(0.01)
 
 
