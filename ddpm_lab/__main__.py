@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from multiprocessing import resource_tracker
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
@@ -55,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except Unread:
         return 128 + signal.SIGPIPE
+    finally:
+        if arguments is None and (process := sys.modules.get("ddpm_lab.measure.process")):
+            process.end_server()
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # which no other can use here
 
 
 def _run(words: Sequence[str]) -> int:
@@ -64,7 +69,7 @@ def _run(words: Sequence[str]) -> int:
         try:
             prepare_streams()
             options = _parser(words).parse_args(words)
-            # SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that.
+            # SIGTERM and SIGHUP end a command as Ctrl-C does, its ranks first; only the main thread can see to that.
             with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
                 return int(options.command(options))
         finally:  # help and refusals, too, end here

@@ -6,8 +6,10 @@ terminal's cursor, or begin a line of their own.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import sys
 
 from ddpm_lab.checks import LabError
@@ -47,10 +49,12 @@ def say(*lines: object, error: bool = False, begin: str = "", end: str = "\n") -
         text = "\n".join(map(printable, lines))
         print(f"{begin}{text}" if lines else "", end=end if lines else "", file=stream, flush=True)
     except OSError as failure:
+        # A terminal that was closed takes nothing; what that ends is SIGHUP's to say.
+        closed = failure.errno == errno.EIO and stat.S_ISCHR(os.fstat(stream.fileno()).st_mode)
         # What is still buffered would fail again when Python ends, where nobody catches it.
         with open(os.devnull, "w") as nothing:  # noqa: PTH123
             os.dup2(nothing.fileno(), stream.fileno())
         if isinstance(failure, BrokenPipeError):
             raise Unread from failure
-        if not error:
+        if not error and not closed:
             raise LabError(f"cannot write to standard output: {failure.strerror}") from failure

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,18 @@ class Planted:
         """Nothing was started."""
 
 
+def leave_service(file: str) -> None:
+    """Start a process of another session whose parent ends at once; its number is in the file."""
+    if not (child := os.fork()):
+        os.setsid()
+        if service := os.fork():
+            Path(file).write_text(str(service))
+        else:
+            time.sleep(3600)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
 class Busy(Planted):
     """A step is ``micro_steps`` equal pieces of work; a fault is planted in one rank at one step."""
 
@@ -42,6 +55,8 @@ class Busy(Planted):
         super().__init__(config, context)
         self.values, self.steps = torch.ones(64, 64), 0
         self.lock = multiprocessing.RLock() if self.option("lock", False) else None
+        if service := self.option("service", ""):
+            leave_service(service)
         self.fault("build")
 
     def fault(self, place: str) -> None:
@@ -65,6 +80,10 @@ class Busy(Planted):
                 raise Unsupported("no C++ compiler: install g++")
             case "exit":
                 os._exit(3)
+            case "leave":
+                os._exit(0)
+            case "kill parent":
+                os.kill(os.getppid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "full disk":  # of this process alone; Python ignores the signal, and writing fails

@@ -1,9 +1,7 @@
 """Scripts that know nothing of the lab take turns: counted steps, what they say of themselves, and how they end."""
 
 import ast
-import json
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -219,28 +217,6 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
     assert failed.value.status == status
     assert words in failed.value.reason
     group.kill()
-    assert not left(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_script_ends_with_whoever_measured_it(start: Start, tmp_path: Path) -> None:
-    start().kill()  # writes the script
-    config = json.dumps(RunConfig(workload=COMMAND, options=(("command", f"{sys.executable} train.py"),)).as_dict())
-    code = f"""
-import json, pathlib, time
-from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.command import CommandGroup
-from ddpm_lab.measure.group import Limits
-config = RunConfig.from_dict(json.loads({config!r}))
-group = CommandGroup(config, threads=1, log=pathlib.Path("log"), limits=Limits())
-print(group.pids[0], flush=True)
-time.sleep(1000)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as leader:
-        assert leader.stdout
-        script = psutil.Process(int(leader.stdout.readline()))
-        leader.kill()
-    script.wait(30)
     assert not left(tmp_path)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ FAULTS = {
     "end of file": ("crashed", "rank 1: EOFError: planted end of a file"),
     "kill": ("crashed", "rank 1 was killed by SIGKILL"),
     "exit": ("crashed", "rank 1 ended with exit code 3"),
+    "leave": ("crashed", "rank 1 ended with exit code 0"),
     "oom": ("oom", "rank 1: OutOfMemoryError"),
     "unsupported": ("unsupported", "install g++"),
 }
@@ -119,6 +120,29 @@ def test_a_failing_rank_is_named_with_its_own_reason(fault: str, place: str) -> 
     assert caught.value.status == status
     assert words in caught.value.reason
     assert fault != "raise" or "lab_workloads.py" in caught.value.detail
+
+
+def test_whoever_kills_the_fork_server_is_named_and_others_go_on() -> None:
+    with group(busy_config()) as other:
+        killed = pytest.raises(GroupFailed, match="parent process, which starts the ranks, was killed")
+        with killed, group(busy_config(fault="kill parent")) as g:
+            g.window(settle=0, steps=10**6, limit=30, stage="testing")
+        (window,) = other.window(settle=0, steps=3, limit=30, stage="testing")
+        other.finish()
+    assert len(window["losses"]) == 3
+
+
+def test_a_service_that_left_its_session_ends_with_its_group_and_no_other(tmp_path: Path) -> None:
+    """Also where the rank died first."""
+    for fault in ("", "kill"):
+        with group(busy_config(service=str(tmp_path / "other"))) as other:
+            with contextlib.suppress(GroupFailed), group(busy_config(service=str(tmp_path / "one"), fault=fault)) as g:
+                g.window(settle=0, steps=1, limit=30, stage="testing")
+                g.finish()
+            one, kept = (int((tmp_path / name).read_text()) for name in ("one", "other"))
+            assert alive([one, kept]) == [kept]
+            other.finish()
+        assert alive([kept]) == []
 
 
 def test_a_full_disk_loses_nothing_that_was_measured() -> None:
@@ -219,32 +243,3 @@ with group(busy_config(lock=True)) as g:
 """)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["collective", "compile"])
-def test_nothing_outlives_a_killed_parent(what: str) -> None:
-    """Kill -9 of the parent in the middle of a collective or a compile."""
-    configs = {
-        "collective": "busy_config(2, micro_steps=1, fault='hang', fault_rank=1, fault_step=1)",
-        "compile": "dataclasses.replace(busy_config(), workload='lab_workloads:compiling')",
-    }
-    code = f"""{HEADER}
-import dataclasses
-g = group({configs[what]})
-print(*g.pids, flush=True)
-g.window(settle=0, steps=10**6, limit=600, stage="testing")
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert pids
-        time.sleep(6 if what == "compile" else 2)
-        below = [p.pid for pid in (parent.pid, *pids) for p in psutil.Process(pid).children(recursive=True)]
-        everything = list({*pids, *below})
-        assert what != "compile" or len(everything) > len(pids), "no compiler was running"
-        parent.kill()
-        deadline = time.monotonic() + 30  # three times the ten seconds that are promised
-        while alive(everything) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert alive(everything) == []

@@ -20,8 +20,7 @@ from test_training_run import logged, steps_in
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.training.run_folder import checkpoints_in
 
-# As many as one cares to wait for: KILLS=20 takes two minutes and a half.
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = 40 if os.environ.get("CHAOS") == "full" else 6
 
 
 ON_ONE_CORE = """
@@ -83,7 +82,8 @@ def _killed_often(arguments: list[str], checkpoints: Path, seed: int) -> list[in
 
 
 @pytest.mark.slow
-def test_kills_change_nothing(data: Path, tmp_path: Path) -> None:
+@pytest.mark.chaos
+def test_kills_change_nothing(data: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """Kill -9 at random moments: while starting, training, and saving, which happens ten times a second."""
     steps, often = 300 + 15 * KILLS, ("--save-every", "4", "--keep", "2")
     finished(command(data, tmp_path / "whole", steps, *often))
@@ -100,6 +100,7 @@ def test_kills_change_nothing(data: Path, tmp_path: Path) -> None:
         assert not list(folder.rglob("*.unreadable"))
         assert equal(read(folder / "checkpoints" / f"step-{steps:08d}.pt"), whole)
         assert [(r["step"], r["loss"]) for r in logged(folder)] == rows
+    record_property("chaos", ("kills: train", KILLS, "the same weights as without"))
 
 
 @pytest.mark.slow

@@ -6,13 +6,11 @@ import argparse
 import json
 import os
 import shlex
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab import declared
@@ -37,6 +35,7 @@ from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import LEDGER, check_room, configuration, expanded, ledgers, output_folder, read_settings
+from ddpm_lab.measure.process import GroupFolder
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
@@ -197,8 +196,8 @@ def log_study(kind: str, study: Study) -> None:
     shown, last = answer(study), study.records[-1]
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
     key, archives = sha256(sets.encode()).hexdigest()[:32], (study.output_dir / LEDGER).parent / "comet"
-    with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
-        save(shown.figure(), picture := Path(place) / f"{study.experiment}.png")
+    with GroupFolder() as place:
+        save(shown.figure(), picture := place / f"{study.experiment}.png")
         to = tracking.Tracker(kind, archives, key, name=study.experiment, say=partial(say, error=True))
         base = tracking.settings(next((r.config for r in rows if r.role == "baseline"), last.config))
         own = {f"{r.label}/{k}": v for r in rows for k, v in tracking.settings(r.config).items() if base[k] != v}

@@ -102,7 +102,7 @@ def library() -> ctypes.CDLL:
 def _folder() -> Path:
     """Where compiled kernels are kept: the user's cache, or, where that cannot be written, a folder of this user's."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (cache / "ddpm_lab", Path(tempfile.gettempdir()) / f"ddpm_lab-{os.getuid()}"):
+    for folder in (cache / "ddpm_lab", Path("/tmp") / f"ddpm_lab-{os.getuid()}"):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():

@@ -1,8 +1,8 @@
 """A group that is a command line of somebody else's: a training script as it stands, which takes its turns unchanged.
 
-The command runs in a session of its own. Each of its processes in which an optimizer steps calls back over a socket
-(``hook.py``), and sleeps there while others are measured. Of several ranks all make the same steps in a window, so none
-is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
+The command runs below a guard, which ends all of it. Each of its processes in which an optimizer steps calls back over
+a socket (``hook.py``), and sleeps there while others are measured. Of several ranks all make the same steps in a
+window, so none is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import GroupFailed, Limits
-from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, host_id
+from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, end_guarded, guarded, host_id, temporary
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = ("torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "srun")
@@ -37,8 +34,6 @@ VARIABLE = "DDPM_LAB_TURNS"
 LAST_LINES, LAST_CHARACTERS = 3, 400
 SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
-# The shell dies with this process; for those that import torch see hook.py.
-_START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp('sh', ['sh', '-c', sys.argv[1]])"
 
 
 class _Peer:
@@ -98,15 +93,8 @@ class CommandGroup:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 self._printed_before = output.tell()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-c", _START, self.command],
-                    cwd=tree.folders[0] if tree else None,
-                    env=self._environment(config, threads),
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+                folder, environment = tree.folders[0] if tree else None, self._environment(config, threads)
+                self._process = guarded(["sh", "-c", self.command], output, cwd=folder, env=environment)
             self._gather()
         except BaseException:
             self.kill()
@@ -119,6 +107,7 @@ class CommandGroup:
         found |= {VARIABLE: str(self._folder.path), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
         if config.option("as_is", False):
             return found
+        found |= temporary(self._folder.path)
         if not any(name in config.command for name in LAUNCHERS):
             found["OMP_NUM_THREADS"] = str(threads)
         return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
@@ -234,21 +223,10 @@ class CommandGroup:
         lines = [line.strip() for line in self._printed().splitlines() if line.strip()]
         return f"; it printed last: {' / '.join(lines[-LAST_LINES:])[-LAST_CHARACTERS:]}" if lines else ""
 
-    def _owns(self, process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):
-            return process.environ().get(VARIABLE) == str(self._folder.path) and process.status() != "zombie"
-        return False
-
     def kill(self) -> None:
         """Kill every process of the command, and remove the folder."""
         if self._process is not None:
-            # Found by their environment, also those that left the session or were started by one that is gone.
-            while found := [process for process in psutil.process_iter() if self._owns(process)]:
-                for process in found:
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-                psutil.wait_procs(found, timeout=EXIT_SECONDS)
-            self._process.wait()
+            end_guarded(self._process)
             self._process = None
         for peer in (*self._peers, *self._strangers):
             peer.link.close()

@@ -69,8 +69,10 @@ class Group:
                 how = {"threads": threads, "modules": modules, "environment": environment, "tree": tree}
                 self._start(**how, config=config, folder=self.folder, collective_seconds=self.limits.build_seconds)
             built = self._reports(self.limits.build_seconds, "building")
-        except BaseException:
+        except BaseException as error:
             self.kill()
+            if isinstance(error, (EOFError, ConnectionError)):
+                raise GroupFailed("crashed", "the process that starts the ranks ended while starting one") from error
             raise
         self.start_seconds = time.monotonic() - begun
         self.build_seconds = max(float(report["build_seconds"]) for report in built)

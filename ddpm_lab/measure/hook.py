@@ -8,7 +8,6 @@ told to make some steps, makes them as it would anyway, and says how long they t
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib.machinery
 import json
@@ -22,7 +21,6 @@ from typing import Any
 FOLDER = os.environ.get("DDPM_LAB_TURNS", "")
 OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
-F_SETSIG, SIGKILL = 10, 9
 
 
 class Turns:
@@ -39,7 +37,6 @@ class Turns:
         self.autocast: set[str] = set()
         self.cuda = False
         self.lines: Any = None
-        self.lifeline: Any = None  # held open
         self.link: Any = None
 
     def after(self, optimizer: Any, *_: Any) -> None:
@@ -198,12 +195,8 @@ def connect() -> Any:
 
 
 def attach(optimizers: Any) -> None:
-    """Be called after every optimizer step from here on, and be killed by the kernel when whoever measures is gone."""
+    """Be called after every optimizer step from here on."""
     turns = Turns(sys.modules["torch"])
-    turns.lifeline = lifeline = connect()
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, F_SETSIG, SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
     optimizers.register_optimizer_step_post_hook(turns.after)
     Late("torch.amp.grad_scaler", lambda module: _count_skipped(module, turns))
     Late("torch.cuda.amp.grad_scaler", lambda module: _count_skipped(module, turns))  # where it was before torch 2.3

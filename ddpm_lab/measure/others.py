@@ -170,17 +170,20 @@ def side_by_side() -> bool:
     return os.environ.get(LOCK_VARIABLE) == ""
 
 
+def lock_file() -> str:
+    """The file whose ranges are locked; not in the home folder, which several machines may share."""
+    return os.environ.get(LOCK_VARIABLE, f"{tempfile.gettempdir()}/ddpm_lab-measuring-{os.getuid()}.lock")
+
+
 @contextlib.contextmanager
 def measuring(say: Callable[[str], None]) -> Iterator[bool]:
     """Hold the cores of this process; True where another one, which ``say`` names, had to end first."""
     global _holding  # noqa: PLW0603 - locks of this kind belong to the whole process
-    # Not in the home folder, which several machines may share.
-    usual = Path(tempfile.gettempdir(), f"ddpm_lab-measuring-{os.getuid()}.lock")
     descriptor = None
     if not _holding:
         with contextlib.suppress(OSError):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(os.environ.get(LOCK_VARIABLE, usual), flags, 0o600)
+            descriptor = os.open(lock_file(), flags, 0o600)
     if descriptor is None:
         yield False
         return

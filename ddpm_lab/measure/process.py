@@ -1,7 +1,8 @@
 """A rank's process, seen from both sides: what the parent tells it, how it is watched, how it ends.
 
 A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
-whole process group at end of file. Nothing here imports torch until the rank runs.
+whole process group at end of file. The rank, and the fork server above it, adopt what loses its parent below them, so
+that it is found and ended with the rank. Nothing here imports torch until the rank runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pickle
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,12 +29,14 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
+from ddpm_lab.measure.guard import adopt, end_below
 from ddpm_lab.workload import Unsupported
 
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
@@ -44,6 +48,7 @@ the cores. It must be in the environment before torch is imported, and it is the
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
+PF_EXITING = 4
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -128,6 +133,13 @@ class Heartbeat:
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     """Entry point of a rank's process: build, then serve commands until told to finish."""
+    adopt()
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:  # the server ends with the parent, and waits for no rank
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    os.environ.update(temporary(job.folder))
+    tempfile.tempdir = None
     if job.tree and job.tree.package != PACKAGE:
         # Be a rank of the revision's own lab: this one was there before, since the fork server holds it.
         told = pickle.dumps(job)
@@ -141,7 +153,10 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
-    log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except FileNotFoundError:  # the start was interrupted, and the group is gone
+        os._exit(1)
     _flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -228,6 +243,12 @@ def _stat(pid: int) -> list[str]:
     return []
 
 
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that is ending, which may take a moment, does not."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since the machine did: with its number it names one process for good."""
     fields = _stat(pid)
@@ -242,24 +263,38 @@ def kill(send: Callable[[int, int], None], pid: int, started: int | None, number
             send(pid, number)
 
 
-OWNER = "owner"  # file in a group's folder that its parent holds locked while it lives
+OWNER = "owner"  # file in a private folder that this process holds locked while it lives
+SOCKET_CHARACTERS = 75  # of a folder in which multiprocessing can still name a socket
 
 
 def _prefix() -> str:
-    """How the names of groups' folders begin on this host, until it starts anew."""
+    """How the names of private folders begin on this host, until it starts anew."""
     return f"ddpm_lab.{_boot_id()[:8]}."
 
 
-class GroupFolder:
-    """A private folder for as long as a group lives. Its lock ends with this process, however that ends."""
+def temporary(folder: Path) -> dict[str, str]:
+    """Environment of programs that are to keep temporary files in ``folder``; what torch has compiled stays outside."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    short = len(str(folder)) <= SOCKET_CHARACTERS
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled} if short else {}
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_prefix()))
+
+class GroupFolder:
+    """A private folder, as for a group while it lives. Its lock ends with this process, however that ends."""
+
+    def __init__(self, parent: str | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
         new = self.path / "owner.new"
         self._lock: int | None = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody gets one, and all stay away
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(self.path / OWNER)  # locked before anybody can see it
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Remove the folder and what lies in it."""
@@ -270,13 +305,26 @@ class GroupFolder:
 
 
 def sweep() -> None:
-    """Remove the folders of groups whose parent was killed before it could; those of other hosts and users stay."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+    """Remove private folders whose owner was killed before it could; those of other hosts and users stay."""
+    for folder in (f for place in {tempfile.gettempdir(), "/tmp"} for f in Path(place).glob(f"{_prefix()}*")):
         with contextlib.suppress(OSError):
             if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
                 with (folder / OWNER).open("r+") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def guarded(command: list[str], output: IO[bytes], **how: Any) -> subprocess.Popen[bytes]:
+    """Start a program below a guard, which ends with this process."""
+    words = [sys.executable, "-I", str(PACKAGE / "measure" / "guard.py"), *command]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(words, **streams, start_new_session=True, **how)
+
+
+def end_guarded(process: subprocess.Popen[bytes]) -> None:
+    """End a guard and all that is below it."""
+    process.terminate()
+    process.communicate()
 
 
 PRELOAD = (
@@ -301,6 +349,25 @@ class Ending(NamedTuple):
     time: float
 
 
+_server: Any = forkserver.ForkServer()
+"""The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
+_home: GroupFolder | None = None  # where it, and what it starts, have their sockets
+_ranks: set[int] = set()  # of groups that live
+_lost: set[int] = set()  # servers that were killed, and told of
+
+
+def end_server() -> None:
+    """End the fork server, and whatever ranks have left."""
+    global _home  # noqa: PLW0603 - as long as the server
+    if pid := _server._forkserver_pid:
+        end_below(pid)
+        os.kill(pid, signal.SIGKILL)  # not yet waited for, so that it is this one
+        _server._stop()
+    if _home:
+        _home.remove()
+        _home = None
+
+
 @contextlib.contextmanager
 def _fresh_start(path: list[str]) -> Iterator[None]:
     """What a starting process inherits: the Python path, the lab's threading environment, and no ``__main__``.
@@ -308,14 +375,24 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; a
     main module would be run again in every rank, and a script without a guard would start itself over and over.
     """
+    global _home  # noqa: PLW0603 - as long as the server
+    if _home is None:
+        fits = len(tempfile.gettempdir()) + len(_prefix()) < SOCKET_CHARACTERS - 10
+        _home = GroupFolder(None if fits else "/tmp")
+        util.Finalize(None, end_server, exitpriority=10)
+    settings: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
+    usual, sockets = forkserver.connect_to_new_process, settings.get("tempdir")
     main, here = sys.modules["__main__"], sys.path
     spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
     spin |= {} if SAFE_PATH in os.environ else {SAFE_PATH: PACKAGE.name}
     sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
     os.environ.update(spin)
+    forkserver.connect_to_new_process = _server.connect_to_new_process
+    settings["tempdir"] = str(_home.path)
     try:
         yield
     finally:
+        forkserver.connect_to_new_process, settings["tempdir"] = usual, sockets
         sys.modules["__main__"], sys.path = main, here
         for name in spin:
             del os.environ[name]
@@ -326,28 +403,36 @@ class LocalRank:
 
     host = ""
     unheard = False
+    _told: ClassVar[LocalRank | None] = None  # the latest
 
     def __init__(self, job: RankJob) -> None:
         self.job = job
         self.report: dict[str, Any] = {}  # what the rank measured by its latest command
         context = multiprocessing.get_context("forkserver")
-        multiprocessing.set_forkserver_preload(list(PRELOAD))
+        _server.set_forkserver_preload(list(PRELOAD))
         self._file("beat").write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
         self._beat = Heartbeat(self._file("beat"))
         self._pipe, theirs = context.Pipe()
         end, self._lifeline = context.Pipe(duplex=False)
         self._error: dict[str, Any] | None = None
+        self._done = False
         self._stopped_since: float | None = None
         # Set up, so that a start that fails midway can be cleared away like any other.
         self._process: Any = None
         try:
-            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {job.rank}")
             with _fresh_start(job.tree.path if job.tree else sys.path):
+                called = f"ddpm_lab rank {job.rank}"
+                self._process = context.Process(target=rank_main, args=(job, theirs, end), name=called)
                 self._process.start()
+                self._parent = int(_server._forkserver_pid)
             self.pid = int(self._process.pid)
             self._started = start_ticks(self.pid)
+            _ranks.add(self.pid)
+            # What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``.
             self.ears: list[Any] = [self._pipe, self._process.sentinel]
-            """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
+        except BaseException:
+            self._lifeline.close()  # so that a rank that was just started ends
+            raise
         finally:
             theirs.close()
             end.close()
@@ -358,20 +443,39 @@ class LocalRank:
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
         self._beat.touch()
+        self._see_parent(at_work=LocalRank._told or self)
+        LocalRank._told = self
+        self._done = False
+        if self._parent in _lost:  # which would have told that the rank ends
+            self.ears = [self._pipe]
         with contextlib.suppress(OSError):
             self._pipe.send((command, arguments))
 
     def hear(self) -> str | None:
         """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
+        self._see_parent(at_work=self)
+        if self._error:
+            return LEFT
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
-                return None if self._process.is_alive() or self._pipe.poll() else LEFT
+                return None if self._lives() or self._pipe.poll() else LEFT
             said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
             self._error = said.get("error")
             self.report = said.get("report", {})
-            return LEFT if self._error else DONE
+            self._done = not self._error
+            return DONE if self._done else LEFT
         self._process.join(1)  # for its exit code
         return LEFT
+
+    def _see_parent(self, at_work: LocalRank) -> None:
+        """Where the fork server was killed, blame whoever is ``at_work``; all others can go on."""
+        if self._parent not in _lost and not _runs(self._parent):
+            _lost.add(self._parent)
+            how = "its parent process, which starts the ranks, was killed"
+            at_work._error = {"status": "crashed", "message": how, "detail": self.log(), "time": time.monotonic()}
+
+    def _lives(self) -> bool:
+        return self._process.is_alive() or (start_ticks(self.pid) == self._started and _runs(self.pid))
 
     def life(self) -> Life:
         """The rank's last sign of life."""
@@ -386,8 +490,8 @@ class LocalRank:
             self.hear()
         if self._error:
             return Ending(**self._error, reported=True)
-        code = self._process.exitcode
-        if not code:
+        code = None if self._lives() else self._process.exitcode
+        if code is None or (code == 0 and self._done):
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return Ending("crashed", how, self.log(), False, time.monotonic())
@@ -405,8 +509,9 @@ class LocalRank:
         return self.log()
 
     def kill(self) -> None:
-        """Kill the rank and its process group."""
-        if self._process is not None and self._process.exitcode is None:
+        """Kill the rank, its process group, and what has left that."""
+        if self._process is not None and self._lives():
+            end_below(self.pid)
             kill(os.kill, self.pid, self._started)
             kill(os.killpg, self.pid, self._started)
 
@@ -414,8 +519,11 @@ class LocalRank:
         """See the killed rank off, and whatever it had started."""
         if self._process is not None and self._process.pid is not None:
             self._process.join(10)
-            # The leader is gone; what it started may still stand in its process group.
+            # The leader is gone; what it started may still stand in its process group, or below the fork server.
             kill(os.killpg, self.pid, self._started)
+            _ranks.discard(self.pid)
+            if self._parent == _server._forkserver_pid:
+                end_below(self._parent, spared=_ranks)
             with contextlib.suppress(ValueError):
                 self._process.close()
         for end in (self._pipe, self._lifeline):

@@ -74,15 +74,12 @@ class Repository:
     def worktree(self, commit: str) -> Iterator[Path]:
         """A folder that holds ``commit``, gone at the end. Raises ConfigError where git cannot make it."""
         sweep()
-        holder = GroupFolder()
-        folder, index = holder.path.resolve() / "tree", str(holder.path / "index")
-        refusal = f"git cannot check out {commit[:12]} in {folder}"
-        try:
+        with GroupFolder() as holder:
+            folder, index = holder.resolve() / "tree", str(holder / "index")
+            refusal = f"git cannot check out {commit[:12]} in {folder}"
             for words in (("read-tree", commit), ("checkout-index", "--all", "--quiet", f"--prefix={folder}/")):
                 _git(self.root, *words, refusal=refusal, GIT_INDEX_FILE=index)
             yield folder
-        finally:
-            holder.remove()
 
 
 def tree_of(repository: Repository, commit: str, worktree: Path, modules: Iterable[str]) -> Tree:

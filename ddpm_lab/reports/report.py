@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,8 @@ from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.others import LOCK_VARIABLE, lock_file
+from ddpm_lab.measure.process import GroupFolder, end_guarded, guarded, sweep, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
@@ -43,12 +44,6 @@ GRACE_SECONDS = 10.0
 """From the request to stop to the end of a notebook that does not obey."""
 DEAD_KERNEL = 138
 """Exit status of papermill."""
-PAPERMILL = """
-import ctypes, runpy, signal, sys
-if sys.platform == "linux":  # end with the report, even where that is killed; a kernel ends with its papermill
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-runpy.run_module("papermill", run_name="__main__")
-"""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
 NOTEBOOK_SECONDS = 6.0
@@ -65,13 +60,14 @@ class ReportResult:
 
     pages: tuple[Page, ...]
     index: Path
-    stopped: bool
+    stopped: int
+    """The signal that stopped it, or 0."""
 
     @property
     def exit_code(self) -> int:
-        """0 when every notebook that was asked for is done, 1 when one failed, 130 when the report was stopped."""
+        """0 when every notebook that was asked for is done, 1 when one failed, 128 + n when signal n stopped it."""
         failed = any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages)
-        return 130 if self.stopped else int(failed)
+        return 128 + self.stopped if self.stopped else int(failed)
 
 
 def report(
@@ -90,9 +86,9 @@ def report(
 ) -> ReportResult:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
-    A notebook that fails is published as failed and the others go on. Ctrl-C and SIGTERM stop the report: what is done
-    is kept, and the index says what is missing. The pages of notebooks that do not run now are kept from an earlier
-    report, and marked so.
+    A notebook that fails is published as failed and the others go on. Ctrl-C, SIGTERM and SIGHUP stop the report: what
+    is done is kept, and the index says what is missing. The pages of notebooks that do not run now are kept from an
+    earlier report, and marked so.
 
     The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
     that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is the
@@ -122,17 +118,18 @@ def report(
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = _Run(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
-    stopped = False
+    stopped = 0
+    sweep()
     try:
         run.measure()
         with Stop() as stop:
             stop.gentle = True
             for file in values:
                 run.one(file, stop)
-                if stopped := stop.number is not None:
+                if stopped := stop.number or 0:
                     break
-    except KeyboardInterrupt:
-        stopped = True
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
     return run.finish(stopped=stopped)
 
 
@@ -252,8 +249,8 @@ class _Run:
         self.index()
         self.say(file.stem, f"{state}: {error}" if error else page.headline or state)
 
-    def finish(self, *, stopped: bool) -> ReportResult:
-        index = self.index(stopped=stopped)
+    def finish(self, *, stopped: int) -> ReportResult:
+        index = self.index(stopped=bool(stopped))
         for name, lines in pages.answers([*self.pages.values()]):
             self.progress(f"{name}: {'; '.join(lines)}")
         self.say("report", str(index))
@@ -334,10 +331,11 @@ def execute(
     Returns the error in one line, or "" if every cell ran.
     """
     target.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="ddpm-lab-") as private:
-        lines, log = Path(private) / "progress", Path(private) / "log"
+    with GroupFolder() as private:
+        lines, log = private / "progress", private / "log"
         lines.touch()
-        own = {
+        own = temporary(private) | {
+            LOCK_VARIABLE: lock_file(),  # which is not of this folder
             FILE_VARIABLE: str(lines),
             "IPYTHONDIR": f"{private}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{private}/runtime",
@@ -346,22 +344,15 @@ def execute(
         words = ["--kernel=python3", "--no-progress-bar", "--log-level=ERROR"]
         words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), str(notebook), str(target)]
         with log.open("wb") as out, lines.open() as progress:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PAPERMILL, *words],
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            process = guarded([sys.executable, "-P", "-m", "papermill", *words], out, env={**os.environ, **own})
             try:
                 with suppress(Stopped):  # by a second signal
                     _wait(process, progress, say, stop)
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if not target.exists():
+                end_guarded(process)
+        try:
+            load(target)
+        except (OSError, ValueError):  # ended before it was written, or meanwhile
             target.write_bytes(notebook.read_bytes())
         return _error(process.returncode, target, log.read_text(errors="replace"))
 
@@ -377,7 +368,7 @@ def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[st
                 say(line)
         if running and stop.number is not None and not interrupted:
             interrupted = time.monotonic()
-            os.killpg(process.pid, signal.SIGINT)
+            process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
 

@@ -1,4 +1,4 @@
-"""Stop at a signal: SIGINT or SIGTERM asks a run to come to an end, and a second one ends it at once."""
+"""Stop at a signal: SIGINT, SIGTERM or SIGHUP asks a run to come to an end, and a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_SECONDS = 3.0
-"""A scheduler sends SIGTERM to every process of a job, and torchrun passes it on: for so long it is one signal."""
+"""A scheduler sends SIGTERM to every process of a job, and torchrun passes it on; a shell, and the kernel, SIGHUP:
+for so long it is one signal."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -35,7 +36,8 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
+        self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,7 +45,7 @@ class Stop:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
+        if number != signal.SIGINT and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
             return
         self._seen, self._noted = number, time.monotonic()
         if self.number is not None or not self.gentle:
@@ -53,9 +55,9 @@ class Stop:
 
 @contextlib.contextmanager
 def without_sigterm() -> Iterator[None]:
-    """Processes that start here never get SIGTERM: a signal to all of them is the parent's to handle, afterwards."""
+    """Processes that start here never get SIGTERM or SIGHUP: what is sent to all of them is the parent's to handle."""
     resource_tracker.ensure_running()  # it would let SIGTERM through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
@@ -63,5 +65,5 @@ def without_sigterm() -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM or SIGINT."""
+    """As in SIGNALS."""
     return signal.Signals(number).name

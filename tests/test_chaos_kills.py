@@ -1,0 +1,223 @@
+"""Kills at random moments: nothing runs on, nothing lies about, no record is lost, and the same command goes on.
+
+CHAOS=full takes ten minutes: some 200 kills, with those of ``test_training_run_processes.py``, and 2,000 groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
+
+import psutil
+import pytest
+from conftest import busy_config
+from test_group import group
+from test_report import write
+from test_training_run_processes import wait_for
+
+from ddpm_lab.files import LEDGER
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.process import sweep
+
+SHARED = Path("/dev/shm")
+FULL = os.environ.get("CHAOS") == "full"
+MARK = "CHAOS_COMMAND"  # in the environment of all processes of a command
+GONE_SECONDS = 9.0  # three times the three seconds that are promised
+MINE = """
+import os, sys, time
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+def leave_a_service():
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+
+def loop():
+    leave_a_service()
+    net = nn.Linear(1, 1)
+    optimizer = optim.SGD(net.parameters(), lr=1e-6)
+    for batch in DataLoader(range(10**9), batch_size=4, num_workers=1):
+        loss = net(batch.float().unsqueeze(1) % 7).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+def again():
+    return loop()
+
+if __name__ == "__main__":
+    for _ in loop():
+        pass
+"""
+LONG = ("--resolution", "0.01%", "--minutes", "2", "--output-dir", "out")  # which no measurement here reaches
+PYTHON = f"{sys.executable} mine.py"
+NOTEBOOK = """import ddpm_lab
+ddpm_lab.compare("mine:loop", "mine:again", resolution=1e-4, minutes=2, sets=SETS, output_dir="out")"""
+
+
+def kind(process: psutil.Process) -> str:
+    """What a process of a command is, as far as its command line and its parent's say."""
+    words, above = (p.cmdline() if p else [] for p in (process, process.parent()))
+    server = "forkserver import main"  # a fork has the words of what it was forked from
+    if server in " ".join(words):
+        return "rank" if server in " ".join(above) else "server"
+    if words == above and "mine.py" in words:
+        return "worker"
+    known = {"ipykernel_launcher": "kernel", "papermill": "papermill", "mine.py": "script"}
+    return next((name for word, name in known.items() if word in words and "-I" not in words), "")
+
+
+def of_command(mark: str) -> list[psutil.Process]:
+    """All that still run of a command, wherever they are."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def of_kind(mark: str, wanted: str) -> list[int]:
+    found = []
+    for process in of_command(mark):
+        with contextlib.suppress(psutil.Error):
+            if kind(process) == wanted:
+                found.append(process.pid)
+    return found
+
+
+ATTACKS = {
+    "compare": (
+        ["compare", "mine:loop", "mine:again", *LONG],
+        "SIGTERM parent, SIGKILL rank, SIGKILL parent, SIGINT parent, SIGHUP parent, SIGKILL server",
+    ),
+    "compare of scripts": (
+        ["compare", PYTHON, f"{PYTHON} again", *LONG],
+        "SIGKILL parent, SIGKILL script, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL worker",
+    ),
+    "run": (
+        ["run", "amp", "--preset", "smoke", "--network", "tiny", "--sets", "99", *LONG],
+        "SIGHUP parent, SIGKILL parent, SIGTERM parent, SIGINT parent, SIGKILL rank, SIGKILL server",
+    ),
+    "report": (
+        ["report", "--notebook", "01_mine.ipynb", "--preset", "smoke", "--output-dir", "out"],
+        "SIGKILL parent, SIGKILL kernel, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL papermill, SIGKILL rank",
+    ),
+}
+"""Commands, and what is done to whom: the first two, or, in full, all of them in turn."""
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to work in, whose name is short enough for sockets, with a folder for temporary files."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (folder / "tmp").mkdir()
+    (folder / "mine.py").write_text(MINE)
+    write(folder / "01_mine.ipynb", NOTEBOOK, parameters="SETS = 99")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def start(words: list[str], folder: Path, mark: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, MARK: mark, "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(folder)])
+    with (folder / "said").open("wb") as said:
+        how: dict[str, Any] = {"cwd": folder, "env": environment, "stdout": said, "stderr": said}
+        return subprocess.Popen([sys.executable, "-m", "ddpm_lab", *words], **how, start_new_session=True)
+
+
+def attack(words: list[str], kill: tuple[int, str, float], folder: Path, mark: str) -> None:
+    """Kill one process of a command, and look at what is left."""
+    number, target, moment = kill
+    ledger = folder / "out" / LEDGER
+    shared = set(SHARED.iterdir())
+    before = ledger.read_text() if ledger.exists() else ""
+    process = start(words, folder, mark)
+    if target != "parent":
+        wait_for(lambda: of_kind(mark, target) or process.poll() is not None)
+    time.sleep(moment)
+    found = [process.pid] if target == "parent" else of_kind(mark, target)[:1]
+    said = (folder / "said").read_text
+    assert process.poll() is None, said()
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    if target != "parent":  # it goes on without, or ends, and is ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.send_signal(SIGTERM)
+    code = process.wait(60)
+    assert "Traceback" not in said(), said()
+    if target == "parent":
+        early = moment < 1.5 and code == -number  # Python itself was still starting
+        assert early or code == (-number if number == SIGKILL else 128 + number), said()
+    wait_for(lambda: not of_command(mark), GONE_SECONDS)
+    if code < 0:  # as the next command does
+        sweep()
+    # The cache of torch's compiler is everybody's; a name of eight letters is Python's own trial of the folder.
+    usual = re.compile("torchinductor_.*|[a-z0-9_]{8}")
+    new = [path for path in (folder / "tmp").iterdir() if not usual.fullmatch(path.name)]
+    assert not new, f"{new} of {kill}; {said()}"
+    wait_for(lambda: not set(SHARED.iterdir()) - shared, GONE_SECONDS)
+    if before or ledger.exists():
+        assert ledger.read_text().startswith(before)
+        assert not Ledger(ledger).read()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", ATTACKS)
+def test_kills(name: str, place: Path, record_property: Callable[[str, object], None]) -> None:
+    words, said = ATTACKS[name]
+    chance = random.Random(name)
+    kills = [kill.split() for kill in said.split(", ")]
+    kills = (kills * 7)[:40] if FULL else kills[:2]
+    for i, (number, target) in enumerate(kills):
+        moment = chance.uniform(0, 8 if target == "parent" else 2)
+        attack(words, (signal.Signals[number], target, moment), place, f"{place.name} {i}")
+    last = start([*words, "--sets", "1"] if name != "report" else [*words, "-p", "SETS", "1"], place, place.name)
+    assert last.wait(300) == 0, (place / "said").read_text()
+    assert Ledger(place / "out" / LEDGER).read()[0]
+    wait_for(lambda: not of_command(place.name), GONE_SECONDS)
+    record_property("chaos", (f"kills: {name}", len(kills), "nothing left, nothing lost; goes on"))
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_many_groups_in_a_row_cost_what_one_does(record_property: Callable[[str, object], None]) -> None:
+    """Nothing grows: not the memory, descriptors or processes of the parent and its fork server, nor the start."""
+    seconds: list[float] = []
+    seen: list[tuple[int, int, int]] = []
+    begun = time.monotonic()
+    while len(seconds) < (2000 if FULL else 20) and time.monotonic() - begun < 300:
+        with group(busy_config(micro_steps=1)) as g:
+            g.window(settle=0, steps=1, limit=30, stage="testing")
+            g.finish()
+        seconds.append(g.start_seconds)
+        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        memory = sum(process.memory_info().rss for process in tree)
+        seen.append((len(tree), sum(process.num_fds() for process in tree), memory))
+    assert seen[-1][:2] == seen[5][:2]
+    assert seen[-1][2] < seen[5][2] + (8 << 20)
+    part = len(seconds) // 4
+    first, last = (sorted(some)[part // 2] for some in (seconds[1 : part + 1], seconds[-part:]))
+    assert last < 3 * first
+    record_property("chaos", ("groups in a row", len(seconds), "no growth of memory, descriptors or start time"))
