@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
 
@@ -366,7 +367,7 @@ class LocalRank:
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
+            said = parsed(self._pipe.recv_bytes()) or parsed(self._file("said").read_bytes())
             self._error = said.get("error")
             self.report = said.get("report", {})
             return LEFT if self._error else DONE
