@@ -192,7 +192,7 @@ def _within(kind: type, opt: Opt, remedy: str, value: Any, place: str) -> Any:
     elif kind in (int, float):
         if opt.allows(kind, value):
             return value
-        raise ConfigError(f"{place} is {value!r:.60}: give {opt.limits(kind)}{remedy}")
+        raise ConfigError(f"{place} is {value!r}: give {opt.limits(kind)}{remedy}")
     return _expected(kind, value, place)
 
 

@@ -41,6 +41,7 @@ from ddpm_lab.declared import flag
 from ddpm_lab.explain.selection import study
 from ddpm_lab.files import LEDGER, NOT_IN_FILES, configuration, read_settings, settings_text
 from ddpm_lab.ledger import read_all
+from ddpm_lab.output import prepare_streams
 from ddpm_lab.questions.ask import answer, questions
 from ddpm_lab.record import OtherSchemaError
 from ddpm_lab.reports import summary
@@ -93,12 +94,13 @@ def mutated(rng: Random, value: Any, times: int = 1) -> Any:
             made = copy.deepcopy(rng.choice(NASTY))
             continue
         old, (donor, other) = inside[key], _place(rng, made)
-        near = [old * factor for factor in (-1, 0, 0.5, 2, 1e9)] if type(old) in (int, float) else [old]
+        is_number = type(old) in (int, float) and abs(old) < 1e290
+        near = [old * factor for factor in (-1, 0, 0.5, 2, 1e9)] if is_number else [old]
         kind = rng.random()
         if kind < 0.4:
             inside[key] = copy.deepcopy(rng.choice(NASTY))
         elif kind < 0.6:
-            inside[key] = rng.choice([int(v) if type(old) is int and abs(v) < 1e300 else v for v in near])
+            inside[key] = rng.choice([int(v) if is_number and type(old) is int else v for v in near])
         elif kind < 0.7:
             inside[key] = copy.deepcopy(donor[other])
         elif kind < 0.85:
@@ -149,7 +151,7 @@ def attack(record_property: Any) -> Callable[..., None]:
         faults, slow, tried, rng = Counter[str](), 0, 0, Random(7)
         count = int(os.environ.get("N", "0")) or (count if FULL else max(2, count // 100))
         while tried < count:
-            begun = time.perf_counter()
+            begun = time.process_time()  # of this input alone, however busy the machine is
             try:
                 tried += one(rng) or 1
             except allowed:
@@ -158,7 +160,7 @@ def attack(record_property: Any) -> Callable[..., None]:
                 tried += 1
                 where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
                 faults[f"{' '.join(where[-5:])} {type(error).__name__}: {str(error)[:100]}"] += 1
-            slow += time.perf_counter() - begun > LONGEST_SECONDS
+            slow += time.process_time() - begun > LONGEST_SECONDS
         record_property(
             "chaos", (name, f"{tried:,}", f"{faults.total()} tracebacks, {slow} over {LONGEST_SECONDS:g} s")
         )
@@ -407,10 +409,11 @@ def test_command_lines(attack: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
     def one(rng: Random) -> None:
         typed = [rng.choice(words[:15]), *rng.choices(words, k=rng.randrange(6))]
+        prepare_streams()
         try:
             _parser(typed).parse_args(typed)
         except SystemExit as end:
             assert end.code in (0, 2)  # noqa: PT017
-        assert "Traceback" not in capsys.readouterr().err
+        assert capsys.readouterr().err.rstrip("\n").isprintable()
 
     attack("fuzzed command lines", 6_000, one)
