@@ -88,12 +88,10 @@ def read_settings(path: Path, place: str) -> dict[str, Any]:
     """The settings in a TOML file, as they stand there. Raises ConfigError, which names ``place``."""
     try:
         if path.stat().st_size > LARGEST_SETTINGS:
-            raise ConfigError(f"{place}: {path} is larger than {LARGEST_SETTINGS:,} bytes: give a file of settings")
+            raise ValueError(f"it is larger than {LARGEST_SETTINGS:,} bytes")
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
-    except ConfigError:
-        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {path} is not TOML: {error}") from error
     for table, name in (("diffusion", "min_snr_gamma"), ("optimizer", "clip_norm")):

@@ -135,11 +135,6 @@ def _read(
     return made, damaged
 
 
-class _Where(TypedDict):
-    machine: dict[str, Any]
-    date: str
-
-
 class _Told(TypedDict):
     """What of a record is read for its head."""
 
@@ -148,7 +143,7 @@ class _Told(TypedDict):
     code_version: str
     plan: dict[str, Any]
     config: dict[str, Any]
-    environment: _Where
+    environment: dict[str, Any]
 
 
 _told = reader(_Told)
@@ -157,11 +152,11 @@ _told = reader(_Told)
 def _head(path: Path, number: int, text: bytes) -> Head:
     check_schema(values := parsed(text))
     where = _told(values, "")["environment"]
-    moment(where["date"])
-    machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
+    moment(date := where.get("date"))
+    machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)
     cohort = (machine.key, values["code_version"], str(values["config"].get("data_sha256")), plan.key)
-    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, where["date"])
+    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date))
 
 
 def _refuse_fake(machine: Machine) -> None:

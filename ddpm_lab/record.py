@@ -22,6 +22,7 @@ from ddpm_lab.plan import Plan
 SCHEMA = 4
 Count = Annotated[int, Opt(least=0)]
 Amount = Annotated[float, Opt(least=0)]
+Finite = Annotated[float, Opt()]
 Cohort = tuple[str, str, str, str]
 TWIN = "twin"
 ROLES = (
@@ -41,18 +42,14 @@ class OtherSchemaError(LedgerError):
     """A record that another edition of the lab wrote."""
 
 
-class _Edition(TypedDict):
-    schema: int
-
-
 def check_schema(values: Any) -> None:
     """Raise OtherSchemaError for a record that another edition wrote, ValueError for what is none."""
-    if (schema := _edition(values, "the line")["schema"]) != SCHEMA:
+    schema = values.get("schema") if isinstance(values, Mapping) else None
+    if type(schema) is not int:
+        raise ValueError("it has no schema")
+    if schema != SCHEMA:
         remedy = "move the file away and measure again" if schema < SCHEMA else "update ddpm_lab"
         raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
-
-
-_edition = reader(_Edition)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +100,10 @@ class Environment:
         moment(self.date)
 
 
-def moment(date: str) -> float:
+def moment(date: object) -> float:
     """Seconds since 1970 of a date in ISO 8601. Raises ValueError for what is none."""
-    found = datetime.fromisoformat(date)
-    if found.utcoffset() is None or date[:10] != found.date().isoformat():
+    found = datetime.fromisoformat(str(date))
+    if found.utcoffset() is None or str(date)[:10] != found.date().isoformat():
         raise ValueError(f"date is {date!r}: give ISO 8601 with the offset from UTC")
     return found.timestamp()
 
@@ -122,16 +119,16 @@ class Window:
 
     turn: Count
     position: Count
-    start_seconds: Annotated[float, Opt()]
+    start_seconds: Finite
     seconds: Amount
     images: Count
     steps: Count
     rank_seconds: Annotated[tuple[float, ...], Opt(least=0)]
     step_seconds: Annotated[tuple[float, ...], Opt(least=0)]
     data_seconds: Annotated[tuple[float, ...], Opt(least=0)]
-    others_cores: Amount | None = None
-    stolen_seconds: Amount | None = None
-    state: dict[str, Annotated[float, Opt()] | None] = field(default_factory=dict)
+    others_cores: Finite | None = None
+    stolen_seconds: Finite | None = None
+    state: dict[str, Finite | None] = field(default_factory=dict)
 
     @property
     def seconds_per_image(self) -> float:
@@ -159,38 +156,31 @@ class RankRecord:
     indices_sha256: str
 
 
-# What is read of the free parts of a record: it has to fit, and beside it they may hold anything.
-
-
-class Witness(TypedDict, total=False):
-    ranks: tuple[dict[str, Any], ...]
-
-
 class Held(TypedDict):
+    """A look at the held-out loss of a trial."""
+
     images: Count
     loss: float
 
 
-class Quality(TypedDict, total=False):
+class Parts(TypedDict, total=False):
+    """What is read of witness, profile, quality and look, which may hold anything besides."""
+
+    ranks: tuple[dict[str, Any], ...]
     steps: Count
     losses: tuple[float, ...]
     held_out: tuple[Held, ...]
     weights_sha256: str
+    sets: tuple[str, ...]
+    log_ratios: dict[str, tuple[float, ...]]
 
 
-class Profile(TypedDict, total=False):
-    steps: Count
+class Choices(TypedDict):
+    """A space as ``plan.Space`` writes it."""
 
-
-class Found(TypedDict):
     settings: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]]
     guess: tuple[Count, ...]
     left_out: tuple[tuple[str, str], ...]
-
-
-class Look(TypedDict):
-    sets: tuple[str, ...]
-    log_ratios: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,16 +211,16 @@ class RunRecord:
     reason: str | None = None
     mechanism_only: bool = False
     primary: bool = False
-    stages: dict[str, Amount] = field(default_factory=dict)
+    stages: dict[str, Finite] = field(default_factory=dict)
     compile_cache: str | None = None
     warmup_steps: Count = 0
     ranks: tuple[RankRecord, ...] = ()
     windows: tuple[Window, ...] = ()
-    witness: Annotated[dict[str, Any], Witness] = field(default_factory=dict)
-    profile: Annotated[dict[str, Any], Profile] | None = None
-    quality: Annotated[dict[str, Any], Quality] | None = None
-    space: Annotated[dict[str, Any], Found] | None = None
-    look: Annotated[dict[str, Any], Look] | None = None
+    witness: Annotated[dict[str, Any], Parts] = field(default_factory=dict)
+    profile: Annotated[dict[str, Any], Parts] | None = None
+    quality: Annotated[dict[str, Any], Parts] | None = None
+    space: Annotated[dict[str, Any], Choices] | None = None
+    look: Annotated[dict[str, Any], Parts] | None = None
     schema: int = SCHEMA
 
     @property

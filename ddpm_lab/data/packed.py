@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypedDict
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +109,7 @@ class PackedImages:
         """Absolute path of the file behind each image; None where one is gone or has changed (0.2 s for 50,000)."""
         paths: list[str] = []
         try:
-            for part in _parts(parsed((self.dest / FILES).read_bytes()), ""):
+            for part in parsed((self.dest / FILES).read_bytes()):
                 root = str(self.dest / part["root"])  # an absolute root stands for itself
                 for name, size_bytes, mtime_ns in part["files"]:
                     path = f"{root}/{name}"
@@ -117,17 +117,12 @@ class PackedImages:
                     if (status.st_size, status.st_mtime_ns) != (size_bytes, mtime_ns):
                         return None
                     paths.append(path)
-        except (OSError, ValueError, TypeError):  # of a damaged list too
+        except (OSError, ValueError, TypeError, KeyError):  # of a damaged list too
             return None
         return tuple(paths) if len(paths) == self.manifest.count else None
 
 
-class _Part(TypedDict):
-    root: str
-    files: list[Any]
-
-
-_parts, _manifest = reader(tuple[_Part, ...]), reader(Manifest)
+_manifest = reader(Manifest)
 
 
 def is_prepared(path: Path) -> bool:

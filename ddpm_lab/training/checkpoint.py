@@ -13,10 +13,10 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ NOT_KEPT = ("purpose", "workload", "data", "options")
 SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 Tensors = dict[str, Tensor]
+Records = Callable[[str], IO[bytes]]
+"""Opens what a file holds of a tensor, by its key."""
 
 
 class CheckpointError(LabError):
@@ -105,12 +107,12 @@ def read(path: Path) -> Checkpoint:
     """
     try:
         with zipfile.ZipFile(path) as file:
-            records = {entry.filename.partition("/")[2]: entry for entry in file.infolist()}
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in records.values()):
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
-            pickled = file.read(records["data.pkl"])
+            folder = file.namelist()[0].partition("/")[0]
+            pickled = file.read(f"{folder}/data.pkl")
             refuse_tricks(pickled)
-            return _checked(_Reader(io.BytesIO(pickled)).load(), file, records)
+            return _checked(_Reader(io.BytesIO(pickled)).load(), lambda key: file.open(f"{folder}/data/{key}"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (CheckpointError, RefusedPickleError) as error:
@@ -146,7 +148,7 @@ class _Reader(pickle.Unpickler):
         return pid
 
 
-def _checked(content: Any, file: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) -> Checkpoint:
+def _checked(content: Any, record: Records) -> Checkpoint:
     """The checkpoint in what was read; any exception says that there is none."""
     if set(content) != {"text", "sha256", *SECTIONS} or type(content["text"]) is not str:
         raise CheckpointError("it does not hold what a checkpoint holds")
@@ -163,13 +165,7 @@ def _checked(content: Any, file: zipfile.ZipFile, records: Mapping[str, zipfile.
         if type(values[name]) is not int or not 0 <= values[name] < 2**53:
             raise CheckpointError(f"its {name} is {values[name]!r}")
     shapes = {name: p.shape for name, p in empty_network(config).named_parameters()}
-    sections: dict[str, Tensors] = {}
-    for section in SECTIONS:
-        _check_tensors(section, content[section], shapes, config.network, records)
-    for section in SECTIONS:
-        claims = {name: records[f"data/{content[section][name].storage[2]}"] for name in shapes}
-        found = {name: torch.frombuffer(bytearray(file.read(e)), dtype=torch.float32) for name, e in claims.items()}
-        sections[section] = {name: tensor.reshape(shapes[name]) for name, tensor in found.items()}
+    sections = {section: _tensors(section, content[section], shapes, config.network, record) for section in SECTIONS}
     if content["sha256"] != _sha256(content["text"], sections):
         raise CheckpointError("it is damaged: its hash does not fit its content")
     _check_finite(sections, "is not finite")
@@ -187,27 +183,24 @@ def _check_finite(sections: Mapping[str, Tensors], fault: str) -> None:
                 raise CheckpointError(f"{name} ({section}) {fault}")
 
 
-def _check_tensors(
-    section: str,
-    claims: Any,
-    shapes: Mapping[str, torch.Size],
-    network: str,
-    records: Mapping[str, zipfile.ZipInfo],
-) -> None:
-    """Names, shapes, formats and sizes, before any value is read: a small file can claim a tensor of any size."""
+def _tensors(section: str, claims: Any, shapes: Mapping[str, torch.Size], network: str, record: Records) -> Tensors:
+    """Tensors of a section, each read when its name, shape, format and size fit: a file can claim one of any size."""
     if type(claims) is not dict or set(claims) != set(shapes):
         raise CheckpointError(f"its {section} are not those of network {network!r}")
+    found = {}
     for name, shape in shapes.items():
         claim = claims[name]
-        if type(claim) is not _Claim or claim.storage[:2] != ("storage", "float32") or claim.requires_grad:
-            raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
-        if claim.size != tuple(shape):
+        plain = type(claim) is _Claim and claim.storage[:2] == ("storage", "float32") and not claim.requires_grad
+        if plain and claim.size != tuple(shape):
             raise CheckpointError(
                 f"{name} ({section}) has shape {claim.size}, and network {network!r} has {tuple(shape)}"
             )
-        whole = torch.empty_strided(shape, claim.stride, device="meta").is_contiguous() and claim.offset == 0
-        if not whole or records[f"data/{claim.storage[2]}"].file_size != 4 * shape.numel():
+        plain = plain and claim.offset == 0 and torch.empty_strided(shape, claim.stride, device="meta").is_contiguous()
+        content = bytearray(record(claim.storage[2]).read(4 * shape.numel()) if plain else b"")
+        if len(content) != 4 * shape.numel():
             raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
+        found[name] = torch.frombuffer(content, dtype=torch.float32).reshape(shape)
+    return found
 
 
 def _sha256(text: str, sections: Mapping[str, Tensors]) -> str:
