@@ -21,7 +21,7 @@ from ddpm_lab.plan import Plan
 
 SCHEMA = 4
 Count = Annotated[int, Opt(least=0)]
-Amount = Annotated[float, Opt(least=0)]
+Amount = Annotated[float, Opt(least=0, below=1e15)]
 Finite = Annotated[float, Opt()]
 Cohort = tuple[str, str, str, str]
 TWIN = "twin"
@@ -30,6 +30,8 @@ ROLES = (
     *("note", "space", "look"),
 )
 STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
+TRIED = ("steps", "losses", "held_out", "weights_sha256")
+"""What the quality of a trial that went well says."""
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -211,7 +213,7 @@ class RunRecord:
     reason: str | None = None
     mechanism_only: bool = False
     primary: bool = False
-    stages: dict[str, Finite] = field(default_factory=dict)
+    stages: dict[str, Amount] = field(default_factory=dict)
     compile_cache: str | None = None
     warmup_steps: Count = 0
     ranks: tuple[RankRecord, ...] = ()
@@ -253,6 +255,9 @@ class RunRecord:
         check_schema(values)
         values = {k: v for k, v in values.items() if k != "run_id"}
         found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
+        lacks = [name for name in TRIED if name not in (found.quality or ())]
+        if (found.role, found.status) == ("quality", "ok") and lacks:
+            raise ValueError(f"quality.{lacks[0]} is missing")
         return found
 
 

@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def set_ratios(self) -> tuple[float, ...]:
-        return tuple(math.exp(log) for _, log in self.logs)
+        return tuple(stats.exp(log) for _, log in self.logs)
 
     @property
     def efficiency(self) -> stats.Interval:
