@@ -46,6 +46,7 @@ from ddpm_lab.questions.ask import answer, questions
 from ddpm_lab.record import OtherSchemaError
 from ddpm_lab.reports import summary
 from ddpm_lab.training.checkpoint import SECTIONS, _sha256, read, write
+from ddpm_lab.training.run_folder import logged
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 FULL = os.environ.get("CHAOS") == "full"
@@ -327,7 +328,10 @@ def test_checkpoints(attack: Any, tmp_path: Path) -> None:
 def test_logs(attack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of a run's log that are damaged are left out; its run is summed up."""
     rows = [{"step": i, "loss": 0.5, "images_per_second": 100.0, "held_out_loss": 0.4} for i in range(1, 30)]
+    del rows[3]["held_out_loss"]
     lines = [json.dumps(row) for row in rows]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    assert [*logged(tmp_path)] == rows
 
     def one(rng: Random) -> None:
         (tmp_path / "log.jsonl").write_bytes(

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TextIO, TypedDict
+from typing import Annotated, Any, TextIO, TypedDict
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
@@ -117,11 +117,14 @@ def _text(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-class _Row(TypedDict):
+class _Step(TypedDict):
     step: int
     loss: float
-    images_per_second: NotRequired[Annotated[float, Opt(above=0)]]
-    held_out_loss: NotRequired[float]
+
+
+class _Row(_Step, total=False):
+    images_per_second: Annotated[float, Opt(above=0)]
+    held_out_loss: float
 
 
 _row = reader(_Row)
