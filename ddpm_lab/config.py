@@ -68,7 +68,7 @@ class DiffusionConfig:
     """The forward process and the training objective (Ho et al. 2020; Nichol & Dhariwal 2021)."""
 
     schedule: Annotated[str, Opt("noise schedule", choices=("linear", "cosine"))] = "cosine"
-    timesteps: Annotated[int, Opt("steps of the forward process", least=2)] = 1000
+    timesteps: Annotated[int, Opt("steps of the forward process", least=2, below=1_000_001)] = 1000
     objective: Annotated[str, Opt("what the network predicts", choices=("noise", "x0", "v"))] = "noise"
     loss: Annotated[str, Opt("distance of prediction and truth", choices=LOSSES)] = "l1"
     min_snr_gamma: Annotated[float | None, Opt("min-SNR weighting (Hang et al. 2023)", above=0)] = None
@@ -173,13 +173,13 @@ class RunConfig:
     data: str = ""
     data_sha256: str = ""
     network: Annotated[str, Opt("network", choices=tuple(NETWORKS))] = "tiny"
-    image_size: Annotated[int, Opt("side of the images in pixels", least=1)] = 32
+    image_size: Annotated[int, Opt("side of the images in pixels", least=1, below=16_385)] = 32
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     seed: Annotated[int, Opt("seed of weights, data order and noise", least=0)] = 0
     oversubscribe: Annotated[bool, Opt("allow more ranks than cores or GPUs; speed is not claimed")] = False
-    threads: Annotated[int, Opt("compute threads of a rank; 0: its share of the cores", least=0)] = 0
+    threads: Annotated[int, Opt("compute threads of a rank; 0: its share of the cores", least=0, below=4_097)] = 0
     revision: str = ""
     options: tuple[tuple[str, Any], ...] = ()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import math
 import sys
 import types
@@ -22,6 +23,9 @@ from ddpm_lab.checks import ConfigError, choice, several
 PLAIN = (int, float, bool, str)
 MOST = 2**63 - 1
 """Whole numbers are at most this: torch can hold them."""
+LARGEST_TEXT, DEEPEST = 2**28, 64
+"""Bytes of JSON that are read, enough for the names of a million images, and how deeply its tables may nest."""
+_TABLES = frozenset({dict, list})
 Reader = Callable[[Any, str], Any]
 """From a value, and its place for a sentence about it, to the value as it is kept."""
 
@@ -39,7 +43,8 @@ class Opt:
     def limits(self, kind: type) -> str:
         """What a number has to be, in words."""
         if kind is int:
-            return f"a whole number of at least {self.least:g}, and below 2**63"
+            below = "2**63" if math.isinf(self.below) else f"{self.below:,}"
+            return f"a whole number of at least {self.least:g}, and below {below}"
         if math.isfinite(self.least):
             return f"a number in [{self.least:g}, {self.below:g})"
         return f"a finite number above {self.above:g}" if math.isfinite(self.above) else "a finite number"
@@ -98,19 +103,24 @@ def _present(union: Any) -> Any:
 def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     """Make a reader of values of an annotation: tables as dataclasses, lists as tuples; any other type is as it is.
 
+    A table of a TypedDict stays what it is: what is named there has to fit, and it may hold more.
+
     What does not fit raises ConfigError: ``windows[3].steps is '5': give int``. Numbers have limits where ``opt``,
     which is what an ``Annotated`` type brings, sets some; without one they may be infinite.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     found: Reader = partial(_expected, hint) if opt is None else partial(_within, hint, opt, remedy)
     if origin is Annotated:
-        found = reader(*inner)
+        found = reader(inner[1]) if typing.is_typeddict(inner[1]) else reader(*inner)
+    elif typing.is_typeddict(hint):
+        fields = {name: reader(kind) for name, kind in typing.get_type_hints(hint).items()}
+        found = partial(_described, fields, hint.__required_keys__)
     elif origin in (types.UnionType, typing.Union):
         found = partial(_optional, reader(_present(hint), opt, ", or null for none"))
     elif origin is Sequence:
         found = partial(_listed, reader(inner[0], opt))
     elif origin is tuple:
-        found = partial(_tuple, inner, [reader(kind, opt) for kind in inner if kind is not ...])
+        found = partial(_tuple, inner, [reader(kind, opt) for kind in inner if kind is not ...], opt)
     elif origin is dict:
         found = partial(_dictionary, reader(inner[1]))
     elif dataclasses.is_dataclass(hint):
@@ -151,15 +161,24 @@ def _dictionary(read: Reader, table: Any, place: str) -> dict[str, Any]:
     return {name: read(value, f"{place}.{name}") for name, value in _expected(dict, table, place).items()}
 
 
+def _described(fields: Mapping[str, Reader], needed: Iterable[str], table: Any, place: str) -> dict[str, Any]:
+    for name in (*needed, *(_expected(dict, table, place).keys() & fields.keys())):
+        if name not in table:
+            raise ConfigError(f"{place}.{name} is missing")
+        fields[name](table[name], f"{place}.{name}")
+    return dict(table)
+
+
 def _listed(read: Reader, values: Any, place: str) -> tuple[Any, ...]:
     several(place, values)
     return tuple(read(v, place) for v in values)
 
 
-def _tuple(kinds: Sequence[Any], reads: Sequence[Reader], values: Any, place: str) -> tuple[Any, ...]:
+def _tuple(kinds: Sequence[Any], reads: Sequence[Reader], opt: Opt | None, values: Any, place: str) -> tuple[Any, ...]:
     _expected((list, tuple), values, place)
     if kinds[-1] is ...:
-        if kinds[0] in PLAIN and all(type(v) is kinds[0] for v in values):  # thousands of seconds
+        plain = kinds[0] in PLAIN and all(type(v) is kinds[0] for v in values)  # thousands of seconds
+        if plain and (not opt or not values or all(opt.allows(kinds[0], f(values)) for f in (min, max, sum))):
             return tuple(values)
         return tuple(reads[0](v, f"{place}[{i}]") for i, v in enumerate(values))
     if len(values) != len(reads):
@@ -170,14 +189,17 @@ def _tuple(kinds: Sequence[Any], reads: Sequence[Reader], values: Any, place: st
 def _within(kind: type, opt: Opt, remedy: str, value: Any, place: str) -> Any:
     if opt.choices:
         choice(place, value, opt.choices)
-    elif kind in (int, float) and not opt.allows(kind, value):
+    elif kind in (int, float):
+        if opt.allows(kind, value):
+            return value
         raise ConfigError(f"{place} is {value!r}: give {opt.limits(kind)}{remedy}")
     return _expected(kind, value, place)
 
 
 def _expected(kind: Any, value: Any, place: str) -> Any:
     able = (int, float) if kind is float else kind
-    if not isinstance(value, able) or (isinstance(value, bool) and kind is not bool):
+    whole = isinstance(value, int) and kind in (int, float)
+    if not isinstance(value, able) or (whole and (isinstance(value, bool) or abs(value) > MOST)):
         name = {bool: "True or False", str: "a text in quotation marks", (list, tuple): "a list"}.get(kind)
         raise ConfigError(f"{place} is {str(value)[:60]!r}: give {name or kind.__name__}")
     return value
@@ -187,6 +209,22 @@ def validate(made: Any, place: str = "") -> None:
     """Check every field of a frozen dataclass. Raises ConfigError for the first that is wrong."""
     for name, option in options(typing.cast(Any, type(made))).items():
         object.__setattr__(made, name, option.checked(getattr(made, name), f"{place}{name}"))
+
+
+def parsed(text: str | bytes) -> Any:
+    """The values in a text of JSON from a file or a peer. Raises ValueError, also where it is too long or deep."""
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(f"a text of {len(text):,} bytes, more than {LARGEST_TEXT:,}")
+    try:
+        level: list[Any] = [[found := json.loads(text)]]
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    for _ in range(DEEPEST):
+        inside = [each.values() if type(each) is dict else each for each in level]
+        level = [v for each in inside if not _TABLES.isdisjoint(map(type, each)) for v in each if type(v) in _TABLES]
+    if level:
+        raise ValueError("nested too deeply")
+    return found
 
 
 def known(place: str, values: Iterable[str], owner: Any) -> None:

@@ -21,6 +21,8 @@ ROOM_BYTES = 2**20
 """What must fit into a folder before anything is measured: the records and figures of a question are smaller."""
 NONE = "none"
 """How a file says that a number is left out, such as ``clip_norm``: TOML has no null."""
+LARGEST_SETTINGS = 2**15
+"""Bytes of a file of settings; the time that a TOML name takes grows with the square of its dots."""
 NOT_IN_FILES = ("purpose", "workload", "options")
 """Settings that a training decides by itself, so that no file gives them."""
 
@@ -85,6 +87,8 @@ def replace(path: Path, content: str | bytes) -> None:
 def read_settings(path: Path, place: str) -> dict[str, Any]:
     """The settings in a TOML file, as they stand there. Raises ConfigError, which names ``place``."""
     try:
+        if path.stat().st_size > LARGEST_SETTINGS:
+            raise ValueError(f"it is larger than {LARGEST_SETTINGS:,} bytes")
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error

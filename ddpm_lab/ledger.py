@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from ddpm_lab.declared import reader
+from ddpm_lab.declared import parsed, reader
 from ddpm_lab.files import CHECKOUT, writing
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema
+from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema, moment
 
 PUBLISHED = Path("trace_output", "published")
 """The records that come with the checkout, or are published into another output folder: a file for each machine."""
@@ -106,7 +106,7 @@ def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
 
 def _values(text: bytes) -> dict[str, Any]:
     """The values of a record; texts that are shown are made printable, and those that identify something stay."""
-    values: dict[str, Any] = json.loads(text)
+    values: dict[str, Any] = parsed(text)
     if text.isascii() and b"\\" not in text:  # no other character can be in it, and most records are many numbers
         return values
     shown = {name: _printable(v) for name, v in values.items() if name not in ("config", "environment")}
@@ -130,19 +130,33 @@ def _read(
             made.append(make(path, number, text))
         except OtherSchemaError as error:
             raise OtherSchemaError(f"{path}, line {number}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            damaged.append(Damaged(path, number, f"not a record ({type(error).__name__}: {error})"))
+        except ValueError as error:
+            damaged.append(Damaged(path, number, f"not a record ({error})"))
     return made, damaged
 
 
+class _Told(TypedDict):
+    """What of a record is read for its head."""
+
+    experiment: str
+    role: str
+    code_version: str
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+
+_told = reader(_Told)
+
+
 def _head(path: Path, number: int, text: bytes) -> Head:
-    values = json.loads(text)
-    check_schema(values["schema"])
-    where = values["environment"]
-    machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
+    check_schema(values := parsed(text))
+    where = _told(values, "")["environment"]
+    moment(date := where.get("date"))
+    machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)
-    cohort = (machine.key, values["code_version"], values["config"]["data_sha256"], plan.key)
-    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, where["date"])
+    cohort = (machine.key, values["code_version"], str(values["config"].get("data_sha256")), plan.key)
+    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date))
 
 
 def _refuse_fake(machine: Machine) -> None:

@@ -9,8 +9,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
@@ -19,6 +20,9 @@ from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
 
 SCHEMA = 4
+Count = Annotated[int, Opt(least=0)]
+Amount = Annotated[float, Opt(least=0, below=1e15)]
+Finite = Annotated[float, Opt()]
 Cohort = tuple[str, str, str, str]
 TWIN = "twin"
 ROLES = (
@@ -26,6 +30,8 @@ ROLES = (
     *("note", "space", "look"),
 )
 STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
+TRIED = ("steps", "losses", "held_out", "weights_sha256")
+"""What the quality of a trial that went well says."""
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -38,8 +44,11 @@ class OtherSchemaError(LedgerError):
     """A record that another edition of the lab wrote."""
 
 
-def check_schema(schema: Any) -> None:
-    """Raise OtherSchemaError for that of a record that this edition does not read."""
+def check_schema(values: Any) -> None:
+    """Raise OtherSchemaError for a record that another edition wrote, ValueError for what is none."""
+    schema = values.get("schema") if isinstance(values, Mapping) else None
+    if type(schema) is not int:
+        raise ValueError("it has no schema")
     if schema != SCHEMA:
         remedy = "move the file away and measure again" if schema < SCHEMA else "update ddpm_lab"
         raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
@@ -50,7 +59,7 @@ class Machine:
     """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
 
     cpu: str
-    usable_cores: int
+    usable_cores: Annotated[int, Opt(least=1)]
     gpus: tuple[str, ...] = ()
     driver: str | None = None
     torch: str = ""
@@ -82,12 +91,23 @@ class Environment:
     packages: dict[str, str]
     cuda: str | None
     gpu_uuids: tuple[str, ...]
-    ram_bytes: int | None
+    ram_bytes: Count | None
     kernel: str
     slurm_job_id: str | None
     git_commit: str | None
-    load_before: float | None
+    load_before: Amount | None
     date: str  # ISO 8601 with the offset from UTC
+
+    def __post_init__(self) -> None:
+        moment(self.date)
+
+
+def moment(date: object) -> float:
+    """Seconds since 1970 of a date in ISO 8601. Raises ValueError for what is none."""
+    found = datetime.fromisoformat(str(date))
+    if found.utcoffset() is None or str(date)[:10] != found.date().isoformat():
+        raise ValueError(f"date is {date!r}: give ISO 8601 with the offset from UTC")
+    return found.timestamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +119,18 @@ class Window:
     memory of the largest rank at the end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
     """
 
-    turn: int
-    position: int
-    start_seconds: float
-    seconds: float
-    images: int
-    steps: int
-    rank_seconds: tuple[float, ...]
-    step_seconds: tuple[float, ...]
-    data_seconds: tuple[float, ...]
-    others_cores: float | None = None
-    stolen_seconds: float | None = None
-    state: dict[str, float | None] = field(default_factory=dict)
+    turn: Count
+    position: Count
+    start_seconds: Finite
+    seconds: Amount
+    images: Count
+    steps: Count
+    rank_seconds: Annotated[tuple[float, ...], Opt(least=0)]
+    step_seconds: Annotated[tuple[float, ...], Opt(least=0)]
+    data_seconds: Annotated[tuple[float, ...], Opt(least=0)]
+    others_cores: Finite | None = None
+    stolen_seconds: Finite | None = None
+    state: dict[str, Finite | None] = field(default_factory=dict)
 
     @property
     def seconds_per_image(self) -> float:
@@ -126,16 +146,43 @@ class RankRecord:
     of the rank's own process, shared libraries included (0.3 GiB with torch alone), loader workers not.
     """
 
-    rank: int
+    rank: Count
     device: str
     device_uuid: str | None
-    threads: int
-    peak_memory_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_rss_bytes: int | None
+    threads: Count
+    peak_memory_bytes: Count | None
+    peak_reserved_bytes: Count | None
+    peak_rss_bytes: Count | None
     losses: tuple[float, ...]
-    images: int | None
+    images: Count | None
     indices_sha256: str
+
+
+class Held(TypedDict):
+    """A look at the held-out loss of a trial."""
+
+    images: Count
+    loss: float
+
+
+class Parts(TypedDict, total=False):
+    """What is read of witness, profile, quality and look, which may hold anything besides."""
+
+    ranks: tuple[dict[str, Any], ...]
+    steps: Count
+    losses: tuple[float, ...]
+    held_out: tuple[Held, ...]
+    weights_sha256: str
+    sets: tuple[str, ...]
+    log_ratios: dict[str, tuple[float, ...]]
+
+
+class Choices(TypedDict):
+    """A space as ``plan.Space`` writes it."""
+
+    settings: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]]
+    guess: tuple[Count, ...]
+    left_out: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +213,16 @@ class RunRecord:
     reason: str | None = None
     mechanism_only: bool = False
     primary: bool = False
-    stages: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, Amount] = field(default_factory=dict)
     compile_cache: str | None = None
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     ranks: tuple[RankRecord, ...] = ()
     windows: tuple[Window, ...] = ()
-    witness: dict[str, Any] = field(default_factory=dict)
-    profile: dict[str, Any] | None = None
-    quality: dict[str, Any] | None = None
-    space: dict[str, Any] | None = None
-    look: dict[str, Any] | None = None
+    witness: Annotated[dict[str, Any], Parts] = field(default_factory=dict)
+    profile: Annotated[dict[str, Any], Parts] | None = None
+    quality: Annotated[dict[str, Any], Parts] | None = None
+    space: Annotated[dict[str, Any], Choices] | None = None
+    look: Annotated[dict[str, Any], Parts] | None = None
     schema: int = SCHEMA
 
     @property
@@ -205,9 +252,12 @@ class RunRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
         """Rebuild a record. Raises OtherSchemaError for another edition's, ValueError for values that do not fit."""
-        check_schema(values["schema"])
+        check_schema(values)
         values = {k: v for k, v in values.items() if k != "run_id"}
         found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
+        lacks = [name for name in TRIED if name not in (found.quality or ())]
+        if (found.role, found.status) == ("quality", "ok") and lacks:
+            raise ValueError(f"quality.{lacks[0]} is missing")
         return found
 
 

@@ -193,17 +193,6 @@ def test_damaged_empty_and_unknown_archives_are_one_sentence(tmp_path: Path, kin
     for kept in (0.0, 0.3, 0.7, 0.98):
         source.write_bytes(content[: int(kept * len(content))])
         refused(source, tmp_path / "out", "damaged or incomplete")
-    failures = 0
-    for position in np.linspace(0, len(content) - 1, 15).astype(int):
-        damaged = bytearray(content)
-        damaged[position] ^= 0x55
-        source.write_bytes(damaged)
-        try:
-            extract(source, tmp_path / "out")
-        except DataError as error:
-            failures += 1
-            assert "\n" not in str(error)  # noqa: PT017 - any other exception fails the test
-    assert failures > 8
     (tmp_path / "a.rar").touch()
     refused(tmp_path / "a.rar", tmp_path / "out", "known kind")
 

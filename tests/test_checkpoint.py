@@ -124,10 +124,7 @@ def test_a_file_that_is_cut_off_changed_or_compressed_is_refused(tmp_path: Path,
         path.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(CheckpointError, match="is not used"):
             read(path)
-    # Torch itself does not look for a flipped bit: in a weight it would be another weight.
-    flipped = bytearray(whole)
-    flipped[whole.index(content["weights"]["stem.weight"].numpy().tobytes()) + 1] ^= 1
-    path.write_bytes(flipped)
+    path.write_bytes(_bytes({**content, "averages": content["weights"]}))
     with pytest.raises(CheckpointError, match="hash"):
         read(path)
     # What is compressed could unpack to any size.
@@ -163,15 +160,21 @@ BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_text(adam_steps=1e9), "adam_steps is"),
     (_text(scaler={"scale": 1.0}), "gradient scaling"),
     (_settings(workload="os:system"), "name code or paths"),
+    (_settings(revision="HEAD"), "name code or paths"),
+    (_settings(image_size=4 * 10**9), "image_size is"),
     (_settings(network="huge"), "'huge'"),
     (_settings(network="ddpm"), "'ddpm'"),
     (_tensor(lambda t: t[:1, :1].expand(10**6, 10**6, 3, 3)), "has shape"),
     (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor"),
+    (_tensor(lambda t: torch.stack([t, t], -1)[..., 0]), "no plain tensor"),
     (_tensor(lambda t: t.requires_grad_()), "no plain tensor"),
-    (_tensor(lambda t: t.to_sparse()), "no checkpoint"),
-    (_tensor(nn.Parameter), "no plain tensor"),
+    (_tensor(lambda t: t.double()), "asks for torch.DoubleStorage"),
+    (_tensor(lambda t: t.to_sparse()), "asks for torch"),
+    (_tensor(nn.Parameter), "asks for torch"),
+    (lambda c: {**c, "more": bytearray(9)}, "asks for"),
     (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
-    (_tensor(lambda t: t.to("meta")), "no plain tensor"),
+    (_tensor(lambda t: t.to("meta")), "asks for torch"),
+    (lambda c: {**c, (pair := (0, 1), pair): 1}, "tuple twice"),
 ]
 
 

@@ -77,7 +77,7 @@ def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     assert records == [first, second]
     assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
     assert "fp7" in damaged[-2].reason
-    assert "windows[0].steps is '5': give int" in damaged[-1].reason
+    assert "windows[0].steps is '5': give a whole number" in damaged[-1].reason
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1])

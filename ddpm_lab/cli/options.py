@@ -14,7 +14,7 @@ from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, did_you_mean, percent
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.explain.bands import DEFAULT, NAMED
-from ddpm_lab.output import say
+from ddpm_lab.output import printable, say
 from ddpm_lab.plan import PRESETS
 
 KEY_VARIABLE = "COMET_API_KEY"
@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, sentence)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"ddpm-lab: {message}; see {self.prog} --help\n")
+        self.exit(2, f"ddpm-lab: {printable(message)}; see {self.prog} --help\n")
 
 
 class Command(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
 from ddpm_lab.cli.options import COMMON, Command, asked, given, reads, tell
 from ddpm_lab.config import RunConfig
@@ -50,7 +50,7 @@ def _literal(text: str) -> Any:
     """A parameter's value as JSON where it is JSON, or as Python writes such a value, else as it was typed."""
     python = {"True": True, "False": False, "None": None}
     try:
-        return python[text] if text in python else json.loads(text)
+        return python[text] if text in python else declared.parsed(text)
     except ValueError:
         return text
 

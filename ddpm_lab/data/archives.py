@@ -68,7 +68,7 @@ def _damage_named(source: Path, dest: Path) -> Iterator[None]:
         yield
     except (DataError, MemoryError, ImportError):
         raise
-    except _RefusedPickleError as error:
+    except RefusedPickleError as error:
         raise DataError(f"{source} is refused: its pickle {error}; use an archive from a source you trust") from error
     except Exception as error:  # as many kinds as there are libraries and checks
         if isinstance(error, OSError) and error.errno is not None:
@@ -160,12 +160,26 @@ def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
             yield name, file.read()
 
 
+def refuse_tricks(content: bytes) -> None:
+    """Raise RefusedPickleError for a pickle that would take memory or time out of all proportion to its size."""
+    tuples, last, kept = set[object](), "", 0
+    for opcode, argument, _ in pickletools.genops(content):
+        name = opcode.name
+        if name == "MEMOIZE" or name.endswith("PUT"):
+            # The memo is an array as long as the largest number asks for: one opcode could fill the memory.
+            if isinstance(argument, int) and argument > len(content):
+                raise RefusedPickleError(f"numbers an object {argument:,}, a trick to fill the memory")
+            (tuples.add if "TUPLE" in last else tuples.discard)(kept if argument is None else argument)
+            kept += 1
+        # A tuple's hash is computed from its parts' each time: one in another, twice, and so on, doubles each time.
+        elif name == "DUP" or (name.endswith("GET") and argument in tuples):
+            raise RefusedPickleError("uses a tuple twice, a trick to take for ever")
+        last = name
+
+
 def _batch_pixels(content: bytes) -> npt.NDArray[np.uint8]:
     """Images of one pickled batch, uint8 (n, 32, 32, 3); it stores each as 3 planes of 32 rows of 32 pixels."""
-    for opcode, argument, _ in pickletools.genops(content):
-        # The memo is an array as long as the largest number asks for: one opcode could fill the memory.
-        if opcode.name in ("PUT", "LONG_BINPUT") and isinstance(argument, int) and argument > len(content):
-            raise _RefusedPickleError(f"numbers an object {argument:,}, a trick to fill the memory")
+    refuse_tricks(content)
     batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
     data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
     if not isinstance(data, _Array):
@@ -174,7 +188,7 @@ def _batch_pixels(content: bytes) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
 
 
-class _RefusedPickleError(Exception):
+class RefusedPickleError(Exception):
     """A pickle that asks for more than a batch needs."""
 
 
@@ -212,4 +226,4 @@ class _ArraysOnly(pickle.Unpickler):
             return _latin1_bytes
         if f"{module}.{name}" in _OF_ARRAYS:
             return _Array
-        raise _RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")
+        raise RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")

@@ -12,15 +12,17 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.data import archives, synthetic
 from ddpm_lab.data.folder import DECODING_RULE, DataError, ImageFile, Progress, decode_files, fingerprint, list_images
+from ddpm_lab.declared import Opt, parsed, reader
 from ddpm_lab.files import expanded
 
 SCHEMA = 1
@@ -45,13 +47,19 @@ class Manifest:
     kind: str  # folder, archive, synthetic
     source: str
     held_out_source: str | None
-    shape: tuple[int, int, int, int]
+    shape: Annotated[tuple[int, int, int, int], Opt(least=1)]
     content_hash: str
     fingerprint: str
     decoding: str
-    held_out_indices: tuple[int, ...]
-    unused_indices: tuple[int, ...]
+    held_out_indices: Annotated[tuple[int, ...], Opt(least=0)]
+    unused_indices: Annotated[tuple[int, ...], Opt(least=0)]
     skipped: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        apart = {*self.held_out_indices, *self.unused_indices}
+        whole = len(apart) == len(self.held_out_indices) + len(self.unused_indices) < self.count
+        if not whole or max(apart, default=0) >= self.count or self.shape[1:] != (self.image_size,) * 2 + (3,):
+            raise ConfigError("its images and indices do not fit each other")
 
     @property
     def count(self) -> int:
@@ -100,18 +108,21 @@ class PackedImages:
     def files(self) -> tuple[str, ...] | None:
         """Absolute path of the file behind each image; None where one is gone or has changed (0.2 s for 50,000)."""
         paths: list[str] = []
-        for part in json.loads((self.dest / FILES).read_text()):
-            root = str(self.dest / part["root"])  # an absolute root stands for itself
-            for name, size_bytes, mtime_ns in part["files"]:
-                path = f"{root}/{name}"
-                try:
+        try:
+            for part in parsed((self.dest / FILES).read_bytes()):
+                root = str(self.dest / part["root"])  # an absolute root stands for itself
+                for name, size_bytes, mtime_ns in part["files"]:
+                    path = f"{root}/{name}"
                     status = os.stat(path)  # noqa: PTH116 - plain strings are faster
-                except OSError:
-                    return None
-                if (status.st_size, status.st_mtime_ns) != (size_bytes, mtime_ns):
-                    return None
-                paths.append(path)
-        return tuple(paths)
+                    if (status.st_size, status.st_mtime_ns) != (size_bytes, mtime_ns):
+                        return None
+                    paths.append(path)
+        except (OSError, ValueError, TypeError, KeyError):  # of a damaged list too
+            return None
+        return tuple(paths) if len(paths) == self.manifest.count else None
+
+
+_manifest = reader(Manifest)
 
 
 def is_prepared(path: Path) -> bool:
@@ -122,16 +133,19 @@ def is_prepared(path: Path) -> bool:
 def read_manifest(dest: Path) -> Manifest:
     """Read the manifest of a prepared folder. Raises DataError for none, or one of another schema or unreadable."""
     try:
-        values = json.loads((dest / MANIFEST).read_text())
-        if values["schema"] != SCHEMA:
-            raise DataError(f"{dest} was prepared by another version of ddpm_lab; delete it and prepare it again")
-        known: dict[str, Any] = {field.name: values[field.name] for field in fields(Manifest)}
-        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        values = parsed((dest / MANIFEST).read_bytes())
+        if isinstance(values, dict):
+            if values.get("schema", SCHEMA) != SCHEMA:
+                raise DataError(f"{dest} was prepared by another version of ddpm_lab; delete it and prepare it again")
+            values = {name: values[name] for name in values.keys() & {*Manifest.__slots__}}
+        found: Manifest = _manifest(values, "")
     except OSError:
         raise DataError(f"{dest} is not a prepared folder; make it with: ddpm-lab prepare SOURCE {dest}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise DataError(f"{dest / MANIFEST} is damaged; delete {dest} and prepare it again") from None
-    return Manifest(**known)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{dest / MANIFEST} is damaged ({error}); delete {dest} and prepare it again") from error
+    return found
 
 
 def open_packed(dest: Path) -> PackedImages:
@@ -141,13 +155,13 @@ def open_packed(dest: Path) -> PackedImages:
         manifest = read_manifest(dest)
         try:
             images = np.load(dest / IMAGES, mmap_mode="r")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged header makes anything of its readers
             raise DataError(f"{dest / IMAGES} cannot be opened ({error}); prepare it again") from error
         # A rebuild removes the manifest before it replaces the array: the same manifest, before and after, means that
         # the array between them is its own.
         if read_manifest(dest) == manifest:
             break
-    if images.shape != manifest.shape or images.dtype != np.uint8:
+    if not isinstance(images, np.memmap) or images.shape != manifest.shape or images.dtype != np.uint8:
         raise DataError(f"{dest / IMAGES} does not fit its manifest; delete {dest} and prepare it again")
     held_out = np.array(manifest.held_out_indices, dtype=np.int64)
     trained = np.setdiff1d(np.arange(manifest.count), [*manifest.held_out_indices, *manifest.unused_indices])

@@ -15,9 +15,9 @@ import numpy as np
 from ddpm_lab.config import LOADER_ALONE, OWN_LOADER, RunConfig
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.quality import Equivalence
-from ddpm_lab.explain.selection import Study, moment, once
+from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.plan import LOST, scaling
-from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
+from ddpm_lab.record import TWIN, RunRecord, crowded, moment, seconds_by_turn, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def set_ratios(self) -> tuple[float, ...]:
-        return tuple(math.exp(log) for _, log in self.logs)
+        return tuple(stats.exp(log) for _, log in self.logs)
 
     @property
     def efficiency(self) -> stats.Interval:
@@ -194,7 +194,7 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Sh
     by_time: dict[float, set[str]] = {}
     for r in looks:
         if mine := every & set((r.look or {}).get("sets", ())):
-            by_time.setdefault(moment(r), set()).update(mine)
+            by_time.setdefault(moment(r.date), set()).update(mine)
     found: list[Shown] = []
     for when in sorted(by_time):
         before = found[-1].sets if found else frozenset()
@@ -216,7 +216,7 @@ def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) ->
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
     """What the machine's other comparisons, as far as they had been shown by then, say of this one's scatter."""
-    latest = {(r.experiment, r.baseline_id): r for r in looks if moment(r) <= when}
+    latest = {(r.experiment, r.baseline_id): r for r in looks if moment(r.date) <= when}
     return stats.spread_of(
         np.asarray(logs) * (stats.TWIN_SCALE if run_id == TWIN else 1)
         for r in latest.values()

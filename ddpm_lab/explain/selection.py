@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
 from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
 from ddpm_lab.output import say
-from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
+from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 
 RECOMMENDATION = plan.RECOMMENDATION
 BESIDE_OTHERS = ("claims",)
@@ -151,7 +150,7 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
     for group in _by_experiment(same):  # of the code and data tried last: a trial has no turns, and so no plan of a set
-        latest = max(group, key=moment).cohort[:3]
+        latest = max(group, key=lambda r: moment(r.date)).cohort[:3]
         shown = shown + [r for r in group if r.cohort[:3] == latest]
     return shown + looks
 
@@ -180,7 +179,7 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None = None) -> list[T]:
         return []
     if cohort is None:
         # A note alone does not say which measurements are the latest.
-        cohort = max([r for r in records if r.role != "note"] or records, key=moment).cohort
+        cohort = max([r for r in records if r.role != "note"] or records, key=lambda r: moment(r.date)).cohort
     return [r for r in records if r.cohort == cohort]
 
 
@@ -205,8 +204,3 @@ def note(damaged: Iterable[Damaged]) -> None:
     """Print a note of each line of a ledger that cannot be read."""
     for line in damaged:
         say(f"note: {line}")
-
-
-def moment(record: RunRecord | Head) -> float:
-    """Seconds since 1970 at which a record was made."""
-    return datetime.fromisoformat(record.date).timestamp()

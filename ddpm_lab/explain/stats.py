@@ -149,14 +149,19 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
     n = len(values)
     mean = float(values.mean()) if n else math.nan
     if n < 2:
-        return Estimate(value=math.exp(mean), p=math.nan, sets=n)
+        return Estimate(value=exp(mean), p=math.nan, sets=n)
     variance, added = steadied(float(values.var(ddof=1)), n - 1, spread)
     df, error = n - 1 + added, math.sqrt(variance / n)
     half = t_quantile(df) * error
     # Without any spread the t statistic is infinite, or undefined where the mean is zero too.
     statistic = abs(mean) / error if error > 0 else math.inf if mean else 0.0
-    p, low, high = 2 * float(special.stdtr(df, -statistic)), math.exp(mean - half), math.exp(mean + half)
-    return Estimate(value=math.exp(mean), low=low, high=high, p=p, sets=n, standard_error=error, df=df)
+    p, low, high = 2 * float(special.stdtr(df, -statistic)), exp(mean - half), exp(mean + half)
+    return Estimate(value=exp(mean), low=low, high=high, p=p, sets=n, standard_error=error, df=df)
+
+
+def exp(log: float) -> float:
+    """The exponential, infinite where no float holds it."""
+    return math.inf if log > 709 else math.exp(log)
 
 
 def _finite(logs: npt.ArrayLike) -> Array:

@@ -28,6 +28,7 @@ import psutil
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.others import Watch, fair_cores, free_cores
@@ -160,7 +161,7 @@ class Channel:
     def _receive(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or what came is no JSON
             while not self._closed.is_set():
-                message = json.loads(self._from.queue_pop(self._inbox))
+                message = parsed(self._from.queue_pop(self._inbox))
                 self.silent_beats = 0 if self.silent_beats < math.inf else math.inf
                 if message:
                     self._received.send(message)
@@ -253,7 +254,7 @@ def _joined(process: Process) -> list[dict[str, Any]]:
             f"{len(names) - len(missing)} of {len(names)} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
             f"{missing[0].split()[1]}: do all hosts run the same command? See what that rank said"
         )
-    found: list[dict[str, Any]] = [json.loads(store.get(name)) for name in names]
+    found: list[dict[str, Any]] = [parsed(store.get(name)) for name in names]
     parts = {"machine": "processor, cores, GPUs, driver, torch or Python", "code": "the lab's code"}
     for (part, words), there in itertools.product(parts.items(), found):
         if there[part] != found[0][part]:

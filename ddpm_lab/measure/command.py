@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import GroupFailed, Limits
 from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, end_guarded, guarded, host_id, temporary
@@ -54,7 +55,7 @@ class _Peer:
             return False
         self.heard = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self.answers += [said for line in lines if (said := json.loads(line))]
+        self.answers += [said for line in lines if (said := parsed(line))]
         return bool(data)
 
     def tell(self, **command: Any) -> None:

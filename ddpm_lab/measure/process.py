@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.measure.guard import adopt, end_below
 from ddpm_lab.workload import Unsupported
@@ -459,7 +460,7 @@ class LocalRank:
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._lives() or self._pipe.poll() else LEFT
-            said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
+            said = parsed(self._pipe.recv_bytes()) or parsed(self._file("said").read_bytes())
             self._error = said.get("error")
             self.report = said.get("report", {})
             self._done = not self._error

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
+from ddpm_lab.declared import parsed
 from ddpm_lab.explain.selection import RECOMMENDATION, chosen, study
 from ddpm_lab.files import LEDGER, read_settings, replace
 from ddpm_lab.ledger import Ledger, load, published_trials
@@ -310,7 +311,7 @@ def _key(config: RunConfig, said: Set[str], threads: int) -> str:
 def _kept(path: Path) -> dict[str, Any]:
     """What was found before; nothing where the file is not there, or damaged."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
+        found = parsed(path.read_bytes())
         if isinstance(found, dict):
             return found
     return {}

@@ -466,7 +466,7 @@ def tried_table(found: Recommendation) -> Table:
     belief, start, rows = found.belief, found.space.start, []
     for cell in sorted((c for c in belief.sets if c != start), key=lambda c: -belief.speed(c)):
         mean, spread = belief.gain(cell, start)
-        value, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
+        value, low, high = (stats.exp(mean + side * spread) for side in (0, -1.96, 1.96))
         speed = phrases.times(stats.Interval(value=value, low=low, high=high))
         row = {"Configuration": found.space.changed(cell), "In the search, of the baseline's speed": speed}
         rows.append({**row, "Short sets": str(belief.sets[cell])})

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any, get_type_hints
+from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, TRAINING, RunConfig
+from ddpm_lab.declared import reader
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
@@ -31,7 +32,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.output import say
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import Amount, Count, RunRecord
 from ddpm_lab.training.run_folder import name_of, trained
 
 LOGS = "slurm-*.out"
@@ -64,16 +65,16 @@ class Summary:
 
     job_id: str | None = None
     configuration: str | None = None
-    gpus: int | None = None
-    ranks: int | None = None
-    nodes: int | None = None
-    seconds: float | None = None
-    epoch_seconds: float | None = None
-    loss: float | None = None
-    gpu_percent: float | None = None
-    steps: int | None = None
-    speed_up: float | None = None
-    efficiency: float | None = None
+    gpus: Count | None = None
+    ranks: Count | None = None
+    nodes: Count | None = None
+    seconds: Amount | None = None
+    epoch_seconds: Amount | None = None
+    loss: Amount | None = None
+    gpu_percent: Amount | None = None
+    steps: Count | None = None
+    speed_up: Amount | None = None
+    efficiency: Amount | None = None
     rating: str = ""
     note: str = ""
     log: str = ""
@@ -110,7 +111,7 @@ class Summary:
         return ACCURACY
 
 
-_KINDS = get_type_hints(Summary)
+_summaries = reader(tuple[Summary, ...])
 
 
 # --- where summaries come from ---------------------------------------------------------------------------------------
@@ -221,12 +222,9 @@ def _runs(line: str) -> list[Summary]:
     """The runs in a line of a log; none if it is another line, damaged or cut off."""
     try:
         told, _ = json.JSONDecoder().raw_decode(line, line.index(f'{{"{RUNS}": '))
-        runs = [Summary(**run) for run in told[RUNS]]
+        return list(_summaries(told[RUNS], RUNS))
     except (ValueError, TypeError, RecursionError):
         return []
-    values = [(name, value) for run in runs for name, value in dataclasses.asdict(run).items()]
-    sound = all(isinstance(v, _KINDS[name]) and (not isinstance(v, int | float) or v >= 0) for name, v in values)
-    return runs if sound else []
 
 
 def append_new(logs: Sequence[Path], path: Path) -> int:

@@ -1,7 +1,7 @@
 """Checkpoints: all that training needs to go on, in a file that is whole or absent, and that can run nothing.
 
-A file holds a JSON text, tensors, and a hash over both. It is read with ``weights_only=True``, which builds tensors and
-plain values and calls nothing; nothing read is used before its name, shape, number format and finiteness are checked.
+A file holds a JSON text, tensors, and a hash over both, as ``torch.save`` writes them. It is read by a reader that
+knows no name of any code; no tensor is made before its name, shape, number format and size in the file are checked.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import io
 import json
 import math
 import os
+import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.data.archives import RefusedPickleError, refuse_tricks
+from ddpm_lab.declared import parsed
 from ddpm_lab.diffusion.unet import UNet, build_network
 
 FORMAT = 1
@@ -32,6 +35,8 @@ NOT_KEPT = ("purpose", "workload", "data", "options")
 SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 Tensors = dict[str, Tensor]
+Records = Callable[[str], IO[bytes]]
+"""Opens what a file holds of a tensor, by its key."""
 
 
 class CheckpointError(LabError):
@@ -101,30 +106,56 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: the file cannot be read, is damaged, or does not hold what a checkpoint of its network holds.
     """
     try:
-        # Torch would also read other formats, and unpack what is compressed to any size.
-        with path.open("rb") as file:
-            if file.read(4) != b"PK\x03\x04":
-                raise CheckpointError("it is damaged, or no checkpoint of ddpm_lab")
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
+        with zipfile.ZipFile(path) as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return _checked(content)
+            folder = file.namelist()[0].partition("/")[0]
+            pickled = file.read(f"{folder}/data.pkl")
+            refuse_tricks(pickled)
+            return _checked(_Reader(io.BytesIO(pickled)).load(), lambda key: file.open(f"{folder}/data/{key}"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except CheckpointError as error:
+    except (CheckpointError, RefusedPickleError) as error:
         raise CheckpointError(f"{path} is not used: {error}") from error
     except Exception as error:  # whatever a hostile or damaged file makes of the reader
         raise CheckpointError(f"{path} is not used: it is damaged, or no checkpoint of ddpm_lab") from error
 
 
-def _checked(content: Any) -> Checkpoint:
+class _Claim(NamedTuple):
+    """What a file says of a tensor."""
+
+    storage: tuple[str, str, str, str, int]
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    hooks: Any
+    metadata: Any = None
+
+
+_KNOWN = {"torch._utils._rebuild_tensor_v2": _Claim, "torch.FloatStorage": "float32", "collections.OrderedDict": dict}
+
+
+class _Reader(pickle.Unpickler):
+    """Reads plain values, and what is said of tensors; no name leads to any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _KNOWN:
+            raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return _KNOWN[f"{module}.{name}"]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _checked(content: Any, record: Records) -> Checkpoint:
     """The checkpoint in what was read; any exception says that there is none."""
     if set(content) != {"text", "sha256", *SECTIONS} or type(content["text"]) is not str:
         raise CheckpointError("it does not hold what a checkpoint holds")
-    values = json.loads(content["text"])
+    values = parsed(content["text"])
     if values["format"] != FORMAT:
         raise CheckpointError(f"its format is {values['format']!r}, and this version of ddpm_lab reads {FORMAT}")
-    if set(NOT_KEPT) & set(values["config"]):
+    if set(NOT_KEPT) & set(values["config"]) or values["config"].get("revision"):
         raise CheckpointError("its settings name code or paths")
     try:
         config = RunConfig.from_dict({**values["config"], "workload": TRAINING, "purpose": "quality"})
@@ -134,12 +165,9 @@ def _checked(content: Any) -> Checkpoint:
         if type(values[name]) is not int or not 0 <= values[name] < 2**53:
             raise CheckpointError(f"its {name} is {values[name]!r}")
     shapes = {name: p.shape for name, p in empty_network(config).named_parameters()}
-    sections = {section: content[section] for section in SECTIONS}
-    for section, tensors in sections.items():
-        _check_tensors(section, tensors, shapes, config.network)
+    sections = {section: _tensors(section, content[section], shapes, config.network, record) for section in SECTIONS}
     if content["sha256"] != _sha256(content["text"], sections):
         raise CheckpointError("it is damaged: its hash does not fit its content")
-    sections = {section: {name: tensors[name] for name in shapes} for section, tensors in sections.items()}
     _check_finite(sections, "is not finite")
     if (scaler := values["scaler"]) is not None:
         numbers = (type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in scaler.values())
@@ -155,20 +183,24 @@ def _check_finite(sections: Mapping[str, Tensors], fault: str) -> None:
                 raise CheckpointError(f"{name} ({section}) {fault}")
 
 
-def _check_tensors(section: str, tensors: Any, shapes: Mapping[str, torch.Size], network: str) -> None:
-    """Names, shapes and formats, before any value is read: a small file can claim a tensor of any size."""
-    if type(tensors) is not dict or set(tensors) != set(shapes):
+def _tensors(section: str, claims: Any, shapes: Mapping[str, torch.Size], network: str, record: Records) -> Tensors:
+    """Tensors of a section, each read when its name, shape, format and size fit: a file can claim one of any size."""
+    if type(claims) is not dict or set(claims) != set(shapes):
         raise CheckpointError(f"its {section} are not those of network {network!r}")
+    found = {}
     for name, shape in shapes.items():
-        tensor = tensors[name]
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise CheckpointError(f"{name} ({section}) is no plain tensor")
-        if tensor.shape != shape:
+        claim = claims[name]
+        plain = type(claim) is _Claim and claim.storage[:2] == ("storage", "float32") and not claim.requires_grad
+        if plain and claim.size != tuple(shape):
             raise CheckpointError(
-                f"{name} ({section}) has shape {tuple(tensor.shape)}, and network {network!r} has {tuple(shape)}"
+                f"{name} ({section}) has shape {claim.size}, and network {network!r} has {tuple(shape)}"
             )
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.requires_grad:
+        plain = plain and claim.offset == 0 and torch.empty_strided(shape, claim.stride, device="meta").is_contiguous()
+        content = bytearray(record(claim.storage[2]).read(4 * shape.numel()) if plain else b"")
+        if len(content) != 4 * shape.numel():
             raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
+        found[name] = torch.frombuffer(content, dtype=torch.float32).reshape(shape)
+    return found
 
 
 def _sha256(text: str, sections: Mapping[str, Tensors]) -> str:

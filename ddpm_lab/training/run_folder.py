@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO, TypedDict
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
+from ddpm_lab.declared import Opt, parsed, reader
 from ddpm_lab.files import NOT_IN_FILES, check_room, replace, settings_text, writing
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
@@ -116,13 +117,26 @@ def _text(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
+class _Step(TypedDict):
+    step: int
+    loss: float
+
+
+class _Row(_Step, total=False):
+    images_per_second: Annotated[float, Opt(above=0)]
+    held_out_loss: float
+
+
+_row = reader(_Row)
+
+
 def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
     """Rows of a run's log up to the step ``last``, each step once."""
     following = 0
     with contextlib.suppress(OSError):
         for line in (folder / LOG).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                row = json.loads(line)
+            with contextlib.suppress(ValueError):
+                row = _row(parsed(line), "")
                 if following < row["step"] <= last:
                     following = row["step"]
                     yield row

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
-from ddpm_lab.declared import Opt, validate
+from ddpm_lab.declared import Opt, parsed, validate
 from ddpm_lab.files import check_room, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import spread, training_cores
@@ -130,7 +130,7 @@ def _claim(folder: Path, origin: dict[str, Any]) -> None:
             raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
         replace(path, json.dumps(origin, indent=1) + "\n")
     with suppress(ValueError):
-        before = json.loads(path.read_text())
+        before = parsed(path.read_bytes())
     if not isinstance(before, dict):
         raise ConfigError(f"{path} is damaged: give another --output-dir")
     if unlike := [f"{name} is {value!r}" for name, value in origin.items() if before.get(name) != value]:
