@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import TypeGuard
 
 
 class LabError(ValueError):
@@ -49,7 +50,7 @@ def several(place: str, value: object) -> None:
         raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
 
 
-def number(value: object) -> bool:
+def number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a finite number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 

@@ -129,12 +129,16 @@ def test_a_full_disk_loses_nothing_that_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_hung_rank_is_named_with_what_it_was_doing() -> None:
-    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2)) as g:
+@pytest.mark.parametrize(("alone", "steps"), [(False, 5), (True, 10**9)])
+def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int) -> None:
+    """Also where the others do not wait for it, and work on."""
+    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2, alone=alone)) as g:
         pids = g.pids
-        with pytest.raises(GroupFailed, match=r"rank 1 .*in 'forward' of step 3") as caught:
-            g.window(settle=0, steps=5, limit=2, stage="testing")
+        where = r"rank 1 .*in 'forward' of step 3 \(lab_workloads.py, line \d+\)"
+        with pytest.raises(GroupFailed, match=where) as caught:
+            g.window(settle=0, steps=steps, limit=2, stage="testing")
     assert caught.value.status == "timed out"
+    assert ("others went on without it" in caught.value.reason) == alone
     assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
     assert alive(pids) == []
 

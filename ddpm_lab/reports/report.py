@@ -22,7 +22,7 @@ import papermill
 import yaml
 
 from ddpm_lab import __version__
-from ddpm_lab.checks import ConfigError, LabError, choice
+from ddpm_lab.checks import ConfigError, LabError, choice, number
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
@@ -104,7 +104,7 @@ def report(
             be written.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
-    if minutes is not None and not minutes > 0:
+    if minutes is not None and not (number(minutes) and minutes > 0):
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     budget = preset_called(preset).minutes if minutes is None else minutes
     extra = dict(parameters or {})
