@@ -15,9 +15,15 @@ from typing import TypeGuard
 class LabError(ValueError):
     """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
 
-    def _render_traceback_(self) -> list[str]:
+    def _render_traceback_(self: BaseException) -> list[str]:
         """What IPython shows in a notebook: the sentence, without the lab's insides above it."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Measuring that was interrupted in a notebook: one sentence with what is kept."""
+
+    _render_traceback_ = LabError._render_traceback_
 
 
 class ConfigError(LabError):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
+from ddpm_lab.checks import ConfigError, Interrupted, choice, missing_to_explain, number, several, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
@@ -199,7 +200,8 @@ class Planned:
                 planned = planned.renewed(seconds=time, decided=target.decided)
             campaign = planned.campaign
             if campaign.target.seconds != 0:
-                campaign.run(self.progress, stages=stages, look=look)
+                with _told(campaign, self.progress):
+                    campaign.run(self.progress, stages=stages, look=look)
             elif look:
                 campaign.look()
             if campaign.crowded_out and (again := self._on_free_cores()):
@@ -225,6 +227,19 @@ class Planned:
             return None
         self.progress.stay(f"too busy for all cores: measured with {free} of {cores} instead")
         return again
+
+
+@contextmanager
+def _told(campaign: Campaign, progress: Progress) -> Iterator[None]:
+    """Make an interrupt in a notebook one sentence; the command line has its own."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        if not progress.in_notebook:
+            raise
+        kept = campaign.measured_sets
+        most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
+        raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
