@@ -265,8 +265,7 @@ while True:
 @pytest.mark.chaos
 @pytest.mark.slow
 def test_a_stranger_at_the_port_of_a_job_neither_stops_nor_delays_it(record_property: Any) -> None:
-    works = ("works", 2, 2, {})
-    with job([works] * 4) as (made, _, rows):
+    with job([("works", 2, 2, {})] * 4) as (made, _, rows):
         command = made[1].command(sys.executable, "-c", STRANGER, made[0].address)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
             assert stranger.stdout is not None

@@ -121,6 +121,16 @@ def test_a_failing_rank_is_named_with_its_own_reason(fault: str, place: str) -> 
     assert fault != "raise" or "lab_workloads.py" in caught.value.detail
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_that_exchange_nothing_are_no_training_on_several(alone: bool) -> None:
+    config = busy_config(2, alone=alone)
+    with group(config) as g:
+        g.window(settle=0, steps=2, limit=30, stage="testing")
+        said = mismatches(config, g.witness())
+    expected = [f"rank {rank} exchanged nothing with the others in 2 steps" for rank in range(2)] if alone else []
+    assert [line.partition(", ")[2].partition(":")[0] for line in said] == expected
+
+
 def test_a_full_disk_loses_nothing_that_was_measured() -> None:
     with group(busy_config(fault="full disk")) as g:
         (window,) = g.window(settle=0, steps=3, limit=30, stage="testing")
