@@ -9,14 +9,21 @@ import shutil
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import TypeGuard
 
 
 class LabError(ValueError):
     """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
 
-    def _render_traceback_(self) -> list[str]:
+    def _render_traceback_(self: BaseException) -> list[str]:
         """What IPython shows in a notebook: the sentence, without the lab's insides above it."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Measuring that was interrupted in a notebook: one sentence with what is kept."""
+
+    _render_traceback_ = LabError._render_traceback_
 
 
 class ConfigError(LabError):
@@ -49,7 +56,7 @@ def several(place: str, value: object) -> None:
         raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
 
 
-def number(value: object) -> bool:
+def number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a finite number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 

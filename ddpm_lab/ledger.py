@@ -188,10 +188,14 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))
-    # Names of files and hosts are left out of what is published: they cannot tell one record from another.
-    marks = {id(r): (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date) for r in records}
-    first = {marks[id(r)]: r for r in reversed(records)}
-    return [r for r in records if len(paths) == 1 or first[marks[id(r)]] is r], damaged + bad
+
+    def mark(r: RunRecord) -> tuple[object, ...]:
+        """What tells it from others: names of files and hosts, which are left out of what is published, cannot."""
+        place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
+        return (*place, r.machine.key, r.code_version, r.plan.key, str(r.stages))
+
+    first = {mark(r): r for r in reversed(records)}
+    return [r for r in records if len(paths) == 1 or first[mark(r)] is r], damaged + bad
 
 
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:

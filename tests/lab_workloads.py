@@ -95,7 +95,7 @@ class Busy(Planted):
         self.fault("forward")
         for _ in range(self.option("micro_steps", 100)):
             self.values @ self.values
-        if self.context.world_size > 1:
+        if self.context.world_size > 1 and not self.option("alone", False):
             self.context.mark("all-reduce")
             self.fault("all-reduce")
             dist.all_reduce(self.values)

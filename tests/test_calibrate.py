@@ -24,7 +24,7 @@ from ddpm_lab.record import LedgerError, RunRecord
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    for minutes in (0, -1, float("nan"), "ten"):
+    for minutes in (0, -1, float("nan"), "ten", True):
         with pytest.raises(ConfigError, match="minutes is"):
             calibrate(minutes=minutes, output_dir=tmp_path)  # type: ignore[arg-type]
 

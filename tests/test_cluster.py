@@ -239,6 +239,45 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
         assert left(made[0], jobs[0]) == []
 
 
+STRANGER = """
+import os, socket, sys, time
+held = []
+while True:
+    for said in (b"", b"G", os.urandom(4096), b"\\xff" * 64, b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\x00" + b"\\xff" * 8):
+        try:
+            held.append(socket.create_connection((sys.argv[1], 29511), 1))
+            held[-1].sendall(said)
+        except OSError:
+            pass
+    for slow in held[-200::6]:
+        try:
+            slow.sendall(b"\\x01")
+        except OSError:
+            pass
+    print(len(held), flush=True)
+    del held[:-300]
+    time.sleep(0.1)
+"""
+"""Speaks nonsense, slowly or never, to the store of a job, over and over."""
+
+
+@several_hosts
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_a_stranger_at_the_port_of_a_job_neither_stops_nor_delays_it(record_property: Any) -> None:
+    with job([("works", 2, 2, {})] * 4) as (made, _, rows):
+        command = made[1].command(sys.executable, "-c", STRANGER, made[0].address)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout is not None
+            found = list(rows)
+            stranger.kill()
+            tried = sum(1 for _ in stranger.stdout)
+    assert [row["status"] for row in found] == ["ok"] * 4, found
+    assert tried > 10
+    assert max(row["seconds"] for row in found) < cluster.JOIN_SECONDS
+    record_property("chaos", ("nonsense, slow and silent peers at a job's store", 6 * tried, "four groups, all ok"))
+
+
 @several_hosts
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -145,6 +145,16 @@ def test_a_service_that_left_its_session_ends_with_its_group_and_no_other(tmp_pa
         assert alive([kept]) == []
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_that_exchange_nothing_are_no_training_on_several(alone: bool) -> None:
+    config = busy_config(2, alone=alone)
+    with group(config) as g:
+        g.window(settle=0, steps=2, limit=30, stage="testing")
+        said = mismatches(config, g.witness())
+    expected = [f"rank {rank} exchanged nothing with the others in 2 steps" for rank in range(2)] if alone else []
+    assert [line.partition(", ")[2].partition(":")[0] for line in said] == expected
+
+
 def test_a_full_disk_loses_nothing_that_was_measured() -> None:
     with group(busy_config(fault="full disk")) as g:
         (window,) = g.window(settle=0, steps=3, limit=30, stage="testing")
@@ -153,12 +163,16 @@ def test_a_full_disk_loses_nothing_that_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_hung_rank_is_named_with_what_it_was_doing() -> None:
-    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2)) as g:
+@pytest.mark.parametrize(("alone", "steps"), [(False, 5), (True, 10**9)])
+def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int) -> None:
+    """Also where the others do not wait for it, and work on."""
+    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2, alone=alone)) as g:
         pids = g.pids
-        with pytest.raises(GroupFailed, match=r"rank 1 .*in 'forward' of step 3") as caught:
-            g.window(settle=0, steps=5, limit=2, stage="testing")
+        where = r"rank 1 .*in 'forward' of step 3 \(lab_workloads.py, line \d+\)"
+        with pytest.raises(GroupFailed, match=where) as caught:
+            g.window(settle=0, steps=steps, limit=2, stage="testing")
     assert caught.value.status == "timed out"
+    assert ("others went on without it" in caught.value.reason) == alone
     assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
     assert alive(pids) == []
 

@@ -165,9 +165,10 @@ def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
         for r in records
     ]
     others = [dataclasses.replace(r, set_id=f"other-{r.set_id}") for r in records]
+    others += [dataclasses.replace(note, code_version="another's", set_id="") for note in notes]
     Ledger(tmp_path / "b.jsonl").append([*hidden, *others])
     found, _ = read_all([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert len(found) == 2 * len(records)
+    assert len(found) == len(records) + len(others)
     assert found[: len(records)] == records
     again, _ = read_all([tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
     assert again == records

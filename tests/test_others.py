@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -138,6 +137,8 @@ HOLDER = """
 import os, sys, time
 from ddpm_lab.measure.others import measuring
 os.sched_setaffinity(0, {int(c) for c in sys.argv[1].split(",")})
+if os.getuid() == 0:
+    os.setuid(65534)
 with measuring(lambda text: print(text, flush=True)) as waited:
     print("has it", waited, flush=True)
     sys.stdin.readline()
@@ -147,9 +148,9 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts processes that measure on some cores, with a lock file of the test's own."""
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "measuring.lock"))
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts processes that measure on some cores, with a lock of the test's own; another user's where that can be."""
+    monkeypatch.setenv(LOCK_VARIABLE, f"ddpm_lab-test-{os.getpid()}")
     with contextlib.ExitStack() as stack:
 
         def start(*cores: int) -> subprocess.Popen[str]:
@@ -197,4 +198,4 @@ def test_it_is_taken_once_and_a_search_may_measure_within_it(start: Start, monke
     assert line(process) == "has it True"
     monkeypatch.setenv(LOCK_VARIABLE, "")
     with measuring(print) as waited:
-        assert not waited, "without a file nobody waits"
+        assert not waited, "without a name nobody waits"

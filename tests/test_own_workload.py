@@ -60,6 +60,7 @@ def test_what_means_nothing_beside_it_is_refused_in_a_sentence(call: Call, here:
         ("claims", [], "the experiment claims"),
         ("amp", ["--data", "photos"], "data is 'photos'"),
         ("amp", ["--workload", "nowhere:make"], "there is no module 'nowhere'"),
+        ("amp", ["--workload", "mine.py:make"], "such as mine:make, without .py"),
     ):
         code, _, said = call("run", question, "--workload", "mine:make", *options, "--output-dir", here / "out")
         assert (code, said.count("\n"), words in said) == (2, 1, True)

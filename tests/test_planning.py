@@ -95,7 +95,7 @@ def test_a_budget_too_small_for_the_primary_comparison_is_refused_with_the_small
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:
     wrong: dict[str, list[Any]] = {
         "minutes": [-1, float("nan"), "5", True],
-        "resolution": [0, 1, True],
+        "resolution": [0, 1, 0.0002, True],
         "cores": [3, 0],
         "sets": [0],
         "seed": [-1],

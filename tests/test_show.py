@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from jupyter_client.manager import start_new_kernel
 from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
@@ -98,3 +99,34 @@ def test_a_finding_shows_names_as_they_are_and_carries_what_the_index_reads(amp:
     for name in ("headline", "claim", "notes", "verdict", "status", "hardware", "date", "sets", "quality", "way_out"):
         assert values[name] == getattr(found, name)
     assert values["evidence"] == found.speed
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_an_interrupt_says_what_is_kept_and_cells_below_what_they_miss(tmp_path: Path) -> None:
+    manager, client = start_new_kernel(kernel_name="python3")
+    said, interrupted = list[list[str]](), list[bool]()
+
+    def heard(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "error":
+            said.append(message["content"]["traceback"])
+        if not interrupted and "set 2" in str(message["content"].get("data")):
+            interrupted.append(True)
+            manager.interrupt_kernel()
+
+    try:
+        for code in (
+            "from ddpm_lab.explain import show\nfrom ddpm_lab.questions import experiments",
+            f"answer = experiments.run('amp', network='tiny', sets=6, output_dir={str(tmp_path)!r})",
+            "show.figure(answer)",
+            "show.figure(nonsense)",
+        ):
+            client.execute_interactive(code, output_hook=heard, timeout=300)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.context.destroy()
+    kept, missing, other = said
+    assert kept == ["Interrupted: 1 of 6 sets kept; run the cell again"]
+    assert missing == ["ConfigError: no answer yet: run the cell that measures, to its end"]
+    assert "name 'nonsense' is not defined" in other[-1]

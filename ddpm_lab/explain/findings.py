@@ -214,7 +214,7 @@ def _nothing_to_compare(
     """The finding of a study none of whose candidates has a speed: why, and what would give one."""
     bases, hidden = [r for r in rows if r.role == "baseline"], [r for r in others if r.mechanism_only]
     failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
-    unusable = [r for r in bases if not r.sets and not r.mechanism_only]
+    unusable = [r for r in bases if not r.sets and not r.mechanism_only and r.status not in _SOUND]
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
     last = next((r for r in reversed(study.records) if r.status not in _SOUND), None)
     status, about = FAILED, None

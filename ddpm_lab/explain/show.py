@@ -14,6 +14,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts import Figure, save
@@ -105,3 +106,16 @@ def _display(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None)
         display(dict(data), metadata=dict(metadata or {}), raw=True)  # type: ignore[no-untyped-call]
     else:
         say(*data["text/plain"].split("\n"))
+
+
+def _missing(
+    shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
+) -> None:
+    """Say what a cell lacks that stands below one which did not come to its end; show any other error as usual."""
+    if getattr(error, "name", "") == "answer":
+        kind, error, trace = ConfigError, ConfigError("no answer yet: run the cell that measures, to its end"), None
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+if InteractiveShell.initialized():
+    InteractiveShell.instance().set_custom_exc((NameError,), _missing)  # type: ignore[no-untyped-call]

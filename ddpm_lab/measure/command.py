@@ -134,7 +134,8 @@ class CommandGroup:
                 self._fail("before a step of a torch optimizer")
             if time.monotonic() - begun > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch"
-                raise GroupFailed("timed out", f"no step of a torch optimizer in {limit:.0f} s: {more}{self._last()}")
+                how = f"no step of a torch optimizer in {self.limits.told(limit)}: {more}{self._last()}"
+                raise GroupFailed("timed out", how)
             self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
         self._peers = [peers[rank] for rank in sorted(peers)]
         self.pids = [greetings[min(greetings)]["pid"]]

@@ -6,20 +6,23 @@ it can name the rank that hangs, where it ran and what it was doing.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
-from ddpm_lab.measure.code_version import Loaded, Tree
+from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, is_library
 from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
 
 FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
 
+SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
 LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
 
 Progress = Callable[[str], None]
@@ -40,6 +43,17 @@ class Limits:
     build_seconds: float = 600.0
     window_seconds: float = 10.0
     finish_seconds: float = 20.0
+
+    @classmethod
+    def of_own(cls, seconds: float | None) -> Limits:
+        """Those of somebody's own code in a time budget: a start that takes all of it leaves nothing to measure."""
+        usual = cls().build_seconds
+        return cls() if seconds is None else cls(build_seconds=min(max(SLOW_START_SECONDS, seconds), usual))
+
+    def told(self, limit: float) -> str:
+        """A limit that is over, for a sentence."""
+        more = limit == self.build_seconds < Limits().build_seconds
+        return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
 
 
 class Group:
@@ -167,18 +181,22 @@ class Group:
                 if (said := rank.hear()) == DONE:
                     del pending[number]
                 elif said:
-                    self._fail(stage)
+                    self._fail(stage, number)
             lives = {number: rank.life() for number, rank in pending.items()}
             frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
             if frozen:
                 number = max(frozen, key=frozen.__getitem__)
                 how = f"{self._name(number)} was stopped by a signal while {stage}, in {self._doing(number)}"
                 raise GroupFailed("timed out", how)
-            if lives and all(life.silent_seconds > limit for life in lives.values()):
-                # All ranks make the same marks, and the others wait for the one that is furthest behind.
-                number = min(lives, key=lambda n: lives[n].marks)
+            last = min((life.steps for life in lives.values()), default=0)
+            # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
+            behind = {number: life for number, life in lives.items() if life.steps == last}
+            if behind and all(life.silent_seconds > limit for life in behind.values()):
+                number = min(behind, key=lambda n: behind[n].marks)
+                alone = any(rank.life().steps > last + 1 for rank in self._ranks)
                 detail = self._ranks[number].stack()
-                how = f"showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}"
+                how = f"showed no sign of life for {self.limits.told(limit)} while {stage}, in {self._doing(number)}"
+                how += place_in(detail) + "; others went on without it: do all exchange gradients?" * alone
                 raise GroupFailed("timed out", f"{self._name(number)} {how}", detail)
             now = time.monotonic()
             if now - shown >= 2:
@@ -197,8 +215,8 @@ class Group:
         life = self._ranks[number].life()
         return f"{life.phase!r} of step {life.steps + 1}"
 
-    def _fail(self, stage: str) -> None:
-        """Name the rank that failed first: one that was killed or left without a word, else the earliest error.
+    def _fail(self, stage: str, gone: int) -> None:
+        """Name the rank that failed first: one that was killed or is ``gone`` without a word, else the earliest error.
 
         The others often fail a moment later, because their collective broke; give every report time to arrive.
         """
@@ -213,9 +231,18 @@ class Group:
             if not any(rank.unheard or time.monotonic() < deadline for rank in silent):
                 break
             time.sleep(0.05)
-        if not errors:
-            raise GroupFailed("crashed", f"a rank ended without a report while {stage}", self._ranks[0].log())
+        if gone not in errors:
+            how = f"left without a word, as by os._exit(0) or closing all files, while {stage}, in {self._doing(gone)}"
+            raise GroupFailed("crashed", f"{self._name(gone)} {how}", self._ranks[gone].log())
         number, error = min(errors.items(), key=lambda found: found[1].time)
         if error.status == "unsupported":
             raise GroupFailed("unsupported", error.message)
         raise GroupFailed(error.status, f"{self._name(number)}: {error.message}", error.detail)
+
+
+def place_in(stacks: str) -> str:
+    """Where in the user's code the main thread is, from what faulthandler wrote, such as " (mine.py, line 12)"."""
+    found = re.findall(r'File "(.+)", line (\d+) in', stacks.rpartition("Current thread")[2])
+    files = [(Path(f), n) for f, n in found if Path(f).is_file() and not is_library(f)]
+    own = [f" ({file.name}, line {n})" for file, n in files if not file.is_relative_to(PACKAGE)]
+    return "".join(own[:1])

@@ -6,10 +6,11 @@ Numbers of processes stay inside this module.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import operator
 import os
-import tempfile
+import socket
+import struct
 import threading
 import time
 from collections import defaultdict
@@ -30,10 +31,9 @@ QUIET_CORES = 0.25  # less than this is what any machine does by itself
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
 MINUTE = 60.0
 
-LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"  # another lock file; empty: tests, which measure side by side
-_SLOT = 16  # bytes of a core, which hold the process id of whoever measures there
+LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"  # another name of the lock; empty: tests, which measure side by side
 _LOOK_SECONDS = 1.0
-_holding = False
+_holding: list[socket.socket] = []
 
 
 class CpuUse(NamedTuple):
@@ -160,9 +160,9 @@ def await_quiet(config: RunConfig, cores: int, say: Callable[[str], None]) -> No
         say("waiting for a quiet moment")
 
 
-# One measurement at a time: two that measure at once on a core are both wrong. Each core that this process may use is a
-# range of bytes in one file for each user, so that jobs that share a node on other cores do not wait for each other.
-# The kernel lets go of the locks of a process that is killed.
+# One measurement at a time: two that measure at once on a core are both wrong. Whoever measures on one holds its name
+# among Linux's abstract sockets: all users share them, without files or permissions, and the kernel lets go of those of
+# a process that is killed. Jobs on other cores of a node do not wait for each other.
 
 
 def side_by_side() -> bool:
@@ -170,51 +170,47 @@ def side_by_side() -> bool:
     return os.environ.get(LOCK_VARIABLE) == ""
 
 
-def lock_file() -> str:
-    """The file whose ranges are locked; not in the home folder, which several machines may share."""
-    return os.environ.get(LOCK_VARIABLE, f"{tempfile.gettempdir()}/ddpm_lab-measuring-{os.getuid()}.lock")
-
-
 @contextlib.contextmanager
 def measuring(say: Callable[[str], None]) -> Iterator[bool]:
     """Hold the cores of this process; True where another one, which ``say`` names, had to end first."""
-    global _holding  # noqa: PLW0603 - locks of this kind belong to the whole process
-    descriptor = None
-    if not _holding:
-        with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(lock_file(), flags, 0o600)
-    if descriptor is None:
+    if _holding or side_by_side():
         yield False
         return
     try:
-        waited = _take(descriptor, say)
-        _holding = True
-        yield waited
+        yield _take(os.environ.get(LOCK_VARIABLE, "ddpm_lab-measuring"), say)
     finally:
-        _holding = False
-        os.close(descriptor)  # lets go of the locks
+        while _holding:
+            _holding.pop().close()
 
 
-def _take(descriptor: int, say: Callable[[str], None]) -> bool:
-    """Lock the cores, in one order, so that two that want the same ones never wait in a circle."""
+def _take(name: str, say: Callable[[str], None]) -> bool:
+    """Take the cores, in one order, so that two that want the same ones never wait in a circle."""
     waited = False
-    for start in (core * _SLOT for core in sorted(os.sched_getaffinity(0))):
+    for core in sorted(os.sched_getaffinity(0)):
+        _holding.append(mine := socket.socket(socket.AF_UNIX))
+        place = f"\0{name}-{core}"
         while True:
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, _SLOT, start)
+                mine.bind(place)
+                mine.listen()  # from here on whoever connects is told who it is
                 break
-            except (BlockingIOError, PermissionError):
-                if not waited:
-                    waited = True
-                    who = os.pread(descriptor, _SLOT, start).strip(b"\0 ").decode(errors="replace")
-                    say(f"process {who or 'unknown'} measures on this machine: waiting until it ends")
-                time.sleep(_LOOK_SECONDS)
-            except OSError:
-                return waited  # a file system without locks
-        with contextlib.suppress(OSError):  # a full disk: then nobody is told who it is
-            os.pwrite(descriptor, str(os.getpid()).encode().ljust(_SLOT), start)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    return waited  # a kernel without such names
+            if not waited:
+                waited = True
+                say(f"process {_holder(place)} measures on this machine: waiting until it ends")
+            time.sleep(_LOOK_SECONDS)
     return waited
+
+
+def _holder(place: str) -> str:
+    """The process id behind a name, as far as it is seen from here."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        asking.connect(place)
+        return str(struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] or "unknown")
+    return "unknown"
 
 
 # The machine while a group works

@@ -26,6 +26,7 @@ class Progress:
         self._handle: Any = None
         shell = sys.modules.get("IPython")
         self._shell = shell.get_ipython() if shell else None
+        self.in_notebook = self._shell is not None
 
     def __call__(self, text: str) -> None:
         if time.monotonic() - self._shown >= 1.0:

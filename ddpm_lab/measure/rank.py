@@ -38,6 +38,7 @@ class Rank:
 
     def __init__(self, job: RankJob, commands: Connection, beat: Heartbeat) -> None:
         self.job, self.commands, self.beat = job, commands, beat
+        self.barriers = 0
 
     def serve(self) -> None:
         """Build, say so, and obey until the parent says finish or closes the pipe."""
@@ -148,6 +149,7 @@ class Rank:
         self.beat.mark("barrier")
         if self.job.config.world_size > 1:
             dist.barrier()
+            self.barriers += 1
 
     def _step(self) -> Any:
         self.beat.mark("data")
@@ -183,6 +185,7 @@ class Rank:
             "world_size": dist.get_world_size(),
             "rank": dist.get_rank(),
             "steps": self.beat.steps,
+            "collectives": self._collectives(),
             "backend": dist.get_backend(),
             "device": self.device,
             "device_uuid": self.uuid,
@@ -201,6 +204,13 @@ class Rank:
             free, total = torch.cuda.mem_get_info(self.device)
             seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
         return seen
+
+    def _collectives(self) -> int | None:
+        """Collectives that the workload has made, in any group of ranks; None where torch does not tell."""
+        with contextlib.suppress(RuntimeError, AttributeError):
+            groups: Any = dist.distributed_c10d._world.pg_map
+            return int(sum(group._get_sequence_number_for_group() for group in groups)) - self.barriers
+        return None
 
     def loaded(self) -> dict[str, Any]:
         """Say what was loaded from outside of libraries."""

@@ -24,6 +24,7 @@ from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.others import State, Watch, folded, side_by_side
+from ddpm_lab.measure.process import ORPHANED
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window
@@ -345,6 +346,7 @@ class _Set:
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
         self.environment = environment()
+        self._ended_by: Seat | None = None
 
     def together(self) -> None:
         """Every group lives for the whole set, one awake at a time."""
@@ -402,9 +404,10 @@ class _Set:
                 if self.baseline_lost():
                     return
 
-    def baseline_lost(self) -> bool:
-        """Whether nothing of this set can be compared."""
-        return any(s.failure and s.member.role in ("baseline", "twin") for s in self.seats)
+    def baseline_lost(self) -> list[Seat]:
+        """The seats to blame where nothing of this set can be compared."""
+        ended = [self._ended_by] if self._ended_by else []
+        return ended or [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
 
     def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
         """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
@@ -418,6 +421,8 @@ class _Set:
                 raise _DoesNotFitTogether from failure
             seat.failure = failure
             seat.close()
+            if ORPHANED in failure.reason:  # all groups did so while this one was at work
+                self._ended_by = seat
 
     def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
@@ -472,8 +477,7 @@ def measure_set(
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
-        lost = [s for s in run.seats if s.failure and s.member.role in ("baseline", "twin")]
-        return [run.record(seat, **where) for seat in (lost or run.seats)]
+        return [run.record(seat, **where) for seat in (run.baseline_lost() or run.seats)]
     finally:
         for seat in run.seats:
             seat.close()

@@ -78,6 +78,12 @@ def _of_rank(config: RunConfig, seen: dict[str, Any]) -> list[str]:
             f"the label says compile_mode {config.compile_mode}, which runs as CUDA graphs: {rank} recorded {graphs} "
             f"and skipped {skips}; TORCH_LOGS=cudagraphs says why, and compile_mode default does without"
         )
+    stranger = not config.workload.startswith("ddpm_lab.") and config.world_size > 1 and config.exchange.enabled
+    if stranger and seen.get("steps") and seen.get("collectives") == 0:
+        found.append(
+            f"the label says world_size {config.world_size}, {rank} exchanged nothing with the others in "
+            f"{seen['steps']} steps: let {config.workload} wrap its model in DistributedDataParallel"
+        )
     if config.precision == "fp16" and not seen.get("autocast_scaler", True):
         found.append(f"the label says precision fp16, {rank} ran it without a gradient scaler")
     if modules := ", ".join(seen.get("unlisted_modules", ())):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, number
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts, phrases, stats
 from ddpm_lab.explain.charts import Figure, Line, Plot
@@ -53,7 +53,7 @@ def calibrate(
     On a CPU they have as many threads as there are cores that other processes leave free. The records are in the
     ledger of ``output_dir``. Raises ConfigError for ``minutes`` that are none, and LedgerError where no set counts.
     """
-    if not (isinstance(minutes, int | float) and 0 < minutes < 1e6):
+    if not (number(minutes) and 0 < minutes < 1e6):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
     output = output_folder(output_dir)
     show = Progress(EXPERIMENT, quiet=quiet)

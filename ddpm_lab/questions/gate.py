@@ -29,7 +29,7 @@ from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
-from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair
+from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seconds_of
 from ddpm_lab.training.setting import code_of, usual_device
 
 WORKING_TREE = "working tree"
@@ -60,7 +60,7 @@ def measure(
         return found or _said(IDENTICAL, f"{same}; files that it reads do not count (--always measures)")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
-    instrument = instrument_for(output, Progress("compare", quiet=quiet))
+    instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
 
     def configure(step: str | None, place: str) -> RunConfig:
         config = side(step or RunConfig(device=usual_device(device)), place, device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
+from ddpm_lab.checks import ConfigError, Interrupted, choice, missing_to_explain, number, several, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
@@ -23,6 +24,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
+from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
@@ -55,6 +57,8 @@ LEAST_PLACE_SECONDS = 1.0
 """What one configuration in one set takes at least, where nothing is known of it."""
 MOST_SETS = 100
 """Where a resolution says how many sets are measured, and nothing else limits them."""
+LEAST_RESOLUTION = 0.001
+"""So many sets find a difference of this size where they scatter by 0.25 %: the quietest machines do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +201,8 @@ class Planned:
                 planned = planned.renewed(seconds=time, decided=target.decided)
             campaign = planned.campaign
             if campaign.target.seconds != 0:
-                campaign.run(self.progress, stages=stages, look=look)
+                with _told(campaign, self.progress):
+                    campaign.run(self.progress, stages=stages, look=look)
             elif look:
                 campaign.look()
             if campaign.crowded_out and (again := self._on_free_cores()):
@@ -225,6 +230,19 @@ class Planned:
         return again
 
 
+@contextmanager
+def _told(campaign: Campaign, progress: Progress) -> Iterator[None]:
+    """Make an interrupt in a notebook one sentence; the command line has its own."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        if not progress.in_notebook:
+            raise
+        kept = campaign.measured_sets
+        most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
+        raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
+
+
 def plan_question(name: str, **settings: Any) -> Planned:
     """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
@@ -241,7 +259,8 @@ def plan_question(name: str, **settings: Any) -> Planned:
     target = _target(plan, asked.sets, asked.minutes, asked.resolution, planned=scope.sets)
     exact = target.exact or smoke
     target = replace(target, exact=exact, further=asked.further, cold_compiles=scope.cold_compiles)
-    instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
+    own = target.seconds if asked.workload else None
+    instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     if name in STAGES:  # these get the time that a search leaves, and its cores
@@ -282,7 +301,7 @@ def plan_experiment(
     """Make an experiment of any workloads ready; ``code`` covers the sources of all of them, None looks at each."""
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
-    instrument = instrument_for(output, progress)
+    instrument = instrument_for(output, progress, target.seconds)
     instrument = replace(instrument, code=code or code_of(experiment.configurations, instrument), data_name=data_name)
     campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
     return Planned(campaign=campaign, output=output, progress=progress)
@@ -292,30 +311,42 @@ def _target(
     plan: Plan, sets: int | None, minutes: float | None, resolution: float | None, *, planned: int = MOST_SETS
 ) -> Target:
     """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
-    if minutes is not None and not (number(minutes) and minutes >= 0):
-        raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
+    seconds = seconds_of(minutes)
     if sets is not None:
         whole("sets", sets, 1)
-    seconds = None if minutes is None else minutes * 60
     target = Target(plan=plan, sets=sets or planned, exact=sets is not None, seconds=seconds, cold_compiles=0)
     if resolution is None:
         return target
-    if not (number(resolution) and 0 < resolution < 1):
-        raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
+    if not (number(resolution) and LEAST_RESOLUTION <= resolution < 1):
+        least = f"{LEAST_RESOLUTION} (0.1 %), which {MOST_SETS} sets resolve on a quiet machine"
+        raise ConfigError(f"resolution is {resolution!r}: give a share below 1, such as 0.02, and at least {least}")
     if missing := missing_to_explain():
         raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
     to_come = partial(stats.sets_to_come, effect=resolution)
     return replace(target, sets=sets or MOST_SETS, resolution=resolution, sets_to_come=to_come)
 
 
-def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
-    """What measuring the lab's own workloads needs to know; raises ConfigError if ``output`` is not writable."""
+def seconds_of(minutes: object) -> float | None:
+    """A time budget in seconds. Raises ConfigError for what is none."""
+    if minutes is None:
+        return None
+    if not number(minutes) or minutes < 0:
+        raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
+    return 60 * minutes
+
+
+def instrument_for(output: Path, progress: Callable[[str], None], seconds: float | None = None) -> Instrument:
+    """What measuring needs to know, of somebody's own code within ``seconds``, before its code is known.
+
+    Raises ConfigError if ``output`` is not writable.
+    """
     check_room(output / LEDGER.parent, output / "image_output", ledger=output / LEDGER)
     return Instrument(
         code=code_version(),
         cache=output / "trace_output" / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="",
+        limits=Limits.of_own(seconds),
         progress=progress,
     )
 

@@ -27,7 +27,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.measure.worktree import Repository
 from ddpm_lab.output import say
-from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair
+from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seconds_of
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device
 
@@ -121,7 +121,7 @@ def measure(
     ``always``. Raises ConfigError where a side does not make a few steps here.
     """
     output = output_folder(output_dir)
-    instrument = instrument_for(output, Progress("compare", quiet=quiet))
+    instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
     images = (per_step[0], per_step[-1])
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}
     names = labels(baseline, candidate) if candidate else (str(against), WORKING_TREE)

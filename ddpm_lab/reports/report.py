@@ -21,14 +21,13 @@ import papermill
 import yaml
 
 from ddpm_lab import __version__
-from ddpm_lab.checks import ConfigError, LabError, choice
+from ddpm_lab.checks import ConfigError, LabError, choice, number
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.others import LOCK_VARIABLE, lock_file
 from ddpm_lab.measure.process import GroupFolder, end_guarded, guarded, sweep, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
@@ -100,7 +99,7 @@ def report(
             be written.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
-    if minutes is not None and not minutes > 0:
+    if minutes is not None and not (number(minutes) and minutes > 0):
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     budget = preset_called(preset).minutes if minutes is None else minutes
     extra = dict(parameters or {})
@@ -335,7 +334,6 @@ def execute(
         lines, log = private / "progress", private / "log"
         lines.touch()
         own = temporary(private) | {
-            LOCK_VARIABLE: lock_file(),  # which is not of this folder
             FILE_VARIABLE: str(lines),
             "IPYTHONDIR": f"{private}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{private}/runtime",

@@ -318,8 +318,9 @@ def find_here() -> None:
 def check_name(question: str, name: object) -> None:
     """Raise ConfigError for a training of the user's that is not named so that it is found, or cannot be asked of."""
     module, _, function = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if not module or not function.isidentifier():
-        raise ConfigError(f"workload is {name!r}: name the function that makes your training as module:function")
+    if not module or not function.isidentifier() or module.endswith(".py"):
+        how = "module:function, such as mine:make, without .py"
+        raise ConfigError(f"workload is {name!r}: name the function that makes your training as {how}")
     if question not in (*FOR_OWN, SEARCH, RECOMMENDATION):
         raise ConfigError(
             f"workload is {name!r}, and the experiment {question} is about the lab's own trainer: leave it out, or ask "
