@@ -22,6 +22,7 @@ from ddpm_lab.record import RunRecord, Window
 
 PLACE_SECONDS, START_SECONDS = 10.0, 4.0
 BOTH = ["base", "base again"]
+TRIED: dict[str, Any] = {"steps": 0, "losses": [], "held_out": [], "weights_sha256": ""}
 
 
 class Lab:
@@ -87,7 +88,7 @@ class Lab:
             baseline_id=baseline.config.run_id,
             status=status,
             stages={"start": 3.0, "steady": 4.0},
-            quality=self.qualities.get(member.config.run_id),
+            quality=(TRIED if member.role == "quality" else {}) | self.qualities.get(member.config.run_id, {}) or None,
             windows=(window,) if status == "ok" else (),
             primary=member.primary,
             **values,
