@@ -28,7 +28,9 @@ NOT_IN_FILES = ("purpose", "workload", "options")
 
 
 def expanded(path: str | Path) -> Path:
-    """A path of the user's, with ``~`` as a home folder. Raises ConfigError for that of a user who is not known."""
+    """A path of the user's, with ``~`` as a home folder. Raises ConfigError for none, or an unknown user's."""
+    if path == "":
+        raise ConfigError("a path is empty, as of a variable that is not set: give one")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -167,7 +167,7 @@ def summary(options: argparse.Namespace) -> int:
     rows += runs.compared(apart)
     runs.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
-        say("ddpm-lab: there is no run of one GPU or rank, or several", error=True)
+        say("ddpm-lab: no record of multi_gpu, and no log of train: ddpm-lab run multi_gpu makes some", error=True)
         return 1
     return 0
 

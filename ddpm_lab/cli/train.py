@@ -128,7 +128,7 @@ def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
 
 def rank(options: argparse.Namespace) -> int:
     words, main = options.words, options.main
-    choice("the command after rank", next(iter(words), None), MANY_HOSTS)
+    choice("the command after rank", next(iter(words), ""), MANY_HOSTS)
     if {"-h", "--help"} & set(words):
         return int(main(words))
     process = cluster.Process.read(os.environ)

@@ -204,7 +204,8 @@ def prepare(
             return _prepared(job, dest, progress)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise DataError(f"cannot prepare {dest}: {error.strerror or error}{where}; choose another place") from error
+        way_out = "choose another place: ddpm-lab prepare SOURCE DEST, and DEST as the data"
+        raise DataError(f"cannot prepare {dest}: {error.strerror or error}{where}; {way_out}") from error
 
 
 def resolve(

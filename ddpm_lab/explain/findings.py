@@ -27,6 +27,7 @@ _BATCH_OPTION["multi_gpu"] = "--batch-sizes"
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
+ALL_DISTURBED = "No answer yet: other processes disturbed every set"
 _SOUND = ("ok", "left out")
 """Statuses of a record that did not fail."""
 
@@ -223,7 +224,7 @@ def _nothing_to_compare(
         headline = f"Left out: this cannot be asked of {whole.config.work_name}"
     elif any(r.disturbed_sets for r in others or rows):
         status, about = stats.TOO_FEW, (others or rows)[0]
-        headline = "No answer yet: other processes disturbed every set"
+        headline = ALL_DISTURBED
     elif bases and len(unusable) == len(bases):
         headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
     elif failed:

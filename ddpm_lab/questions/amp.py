@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import COLOURS, MEANING, Answer, View, measured, projection, speeds
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars
@@ -23,6 +24,8 @@ def amp(
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
     wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
+    if not wanted:
+        raise ConfigError(f"precisions is {precisions!r}: fp32 is what others are compared with; name another one")
     families, left_out = [], []
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,8 @@ class Planned:
         """
         sweep()
         planned = self
-        with measuring(self.progress.always) as waited:
+        none = seconds is None and self.campaign.target.seconds == 0
+        with nullcontext(False) if none else measuring(self.progress.always) as waited:
             if waited and self.on_cores:  # what was measured meanwhile took cores, and may have chosen them
                 planned = self.on_cores(None)
             if waited or seconds is not None:
@@ -213,7 +214,8 @@ class Planned:
                 sets, disturbed = found.before
                 return replace(found, before=(sets + campaign.measured_sets, disturbed + campaign.disturbed))
         count = campaign.measured_sets
-        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
+        nothing = "no time to measure in" if none else "all is measured"
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else nothing)
         return planned
 
     def _on_free_cores(self) -> Planned | None:
@@ -510,6 +512,8 @@ def plan_pair(
     ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
     Raises ConfigError where this machine cannot, or the work is not equal.
     """
+    if minutes == 0:
+        raise ConfigError("minutes is 0: give more, or leave it out for no limit")
     most = hardware.usable_cores()
     free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
     for config in pair:

@@ -215,9 +215,11 @@ def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Compariso
 
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
+    warnings = machine_state.warnings(study)
+    if not rows and machine_state.disturbed_sets(study):
+        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out="ddpm-lab report")
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out="ddpm-lab report")
-    warnings = machine_state.warnings(study)
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
         joined = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
         best, parts = next(joined, (good[0], good[:1]))

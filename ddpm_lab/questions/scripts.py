@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,10 @@ def look(
         finally:
             group.kill()
     except GroupFailed as failed:
-        raise ConfigError(f"{place} ({command}) cannot be measured: {failed.reason}; all it printed: {log}") from failed
+        first = command.split()[0]
+        which = f"; {first} is {shutil.which(first)} here" if "No module named" in failed.reason else ""
+        said = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
+        raise ConfigError(said) from failed
     if tree and (astray := [file for file in group.files if Path(file).is_relative_to(tree.apart)]):
         raise ConfigError(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
@@ -121,6 +125,8 @@ def measure(
     ``always``. Raises ConfigError where a side does not make a few steps here.
     """
     output = output_folder(output_dir)
+    if len(per_step) > 2:
+        raise ConfigError(f"per_step is {tuple(per_step)}: give the images of a step of both sides, or of A and of B")
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
     images = (per_step[0], per_step[-1])
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from ddpm_lab.checks import choice
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, LOADER_ALONE
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import phrases
@@ -42,6 +42,8 @@ def workers(
     formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
     batch = setup.batch_size(global_batch_size)
     first, *others = sorted(n for n in asked if n <= setup.usable_cores) or [0]
+    if not others:
+        raise ConfigError(f"worker_counts is {asked}: give two that the {setup.cores_name} can run, to compare them")
     others = others[-1:] + others[:-1]  # the most workers are the most telling
     families, left_out = [], []
     kinds: list[tuple[str, dict[str, Any]]] = [
