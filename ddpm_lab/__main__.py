@@ -53,13 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cannot tell, and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe into head.
     """
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        # SIGTERM and SIGHUP end a command as Ctrl-C does, its ranks first; only the main thread can see to that.
+        with Stop() if threading.current_thread() is threading.main_thread() else nullcontext() as stop:
+            try:
+                return _run(list(sys.argv[1:] if arguments is None else arguments))
+            finally:
+                if arguments is None and (process := sys.modules.get("ddpm_lab.measure.process")):
+                    if stop:
+                        stop.gentle = True  # a first signal changes nothing any more
+                    process.end_all()
+                    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # which no other can use
     except Unread:
         return 128 + signal.SIGPIPE
-    finally:
-        if arguments is None and (process := sys.modules.get("ddpm_lab.measure.process")):
-            process.end_server()
-            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # which no other can use here
+    except Stopped as again:
+        return 128 + again.number
 
 
 def _run(words: Sequence[str]) -> int:
@@ -69,9 +76,7 @@ def _run(words: Sequence[str]) -> int:
         try:
             prepare_streams()
             options = _parser(words).parse_args(words)
-            # SIGTERM and SIGHUP end a command as Ctrl-C does, its ranks first; only the main thread can see to that.
-            with Stop() if threading.current_thread() is threading.main_thread() else nullcontext():
-                return int(options.command(options))
+            return int(options.command(options))
         finally:  # help and refusals, too, end here
             say()
     except ConnectionError:  # of an output, or between processes

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection
 
@@ -21,10 +21,15 @@ END_SECONDS = 10.0  # that killed processes have to be gone
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+def prctl(option: int, value: int) -> None:
+    """Set what Linux has for a process, and no other system."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
 def adopt() -> None:
     """Become the parent of whatever loses its own below this process, also of what has left its session."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_below(pid: int, spared: Collection[int] = ()) -> None:
@@ -50,33 +55,30 @@ def end_below(pid: int, spared: Collection[int] = ()) -> None:
 
 
 def main(command: list[str]) -> int:
-    """Its exit code, 128 + n where signal n ended it."""
+    """Its exit code, 128 + n where signal n ended it, or 128 + SIGTERM where whoever started it has let go."""
     adopt()
-    library = ctypes.CDLL(None)
-    signal.signal(signal.SIGTERM, _leave)
+    # One thread and a pipe: a signal that comes just before a system call waits for the call to return.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # standard input says when to end
+        signal.signal(number, lambda *_: None)
     try:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # whose signals to all do not reach this process
-            preexec_fn=lambda: sys.platform == "linux" and library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no thread has been started
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no thread has been started
         )
-        signal.signal(signal.SIGINT, lambda *_: os.killpg(child.pid, signal.SIGINT))
-        threading.Thread(target=_end_with_starter, daemon=True).start()
-        code = child.wait()
+        while child.poll() is None:
+            ready = select.select([0, reading], [], [])[0]
+            if 0 in ready:
+                return 128 + signal.SIGTERM
+            if signal.SIGINT in os.read(reading, 1000):
+                os.killpg(child.pid, signal.SIGINT)
     finally:
         end_below(os.getpid())
-    return code if code >= 0 else 128 - code
-
-
-def _leave(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
-def _end_with_starter() -> None:
-    os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""The last module that the fork server imports: it freezes what is there, which each rank would search and copy."""
+"""What the fork server does once: it imports, and freezes what is there, which each rank would search and copy."""
 
 import atexit
+import contextlib
 import gc
 import os
+import signal
+import sys
 import warnings
+from importlib import import_module
 
 from ddpm_lab.measure.code_version import PACKAGE, loaded
-from ddpm_lab.measure.guard import adopt, end_below
-from ddpm_lab.measure.process import SAFE_PATH, sweep
+from ddpm_lab.measure.guard import PR_SET_PDEATHSIG, adopt, end_below, prctl
+from ddpm_lab.measure.process import MODULES, SAFE_PATH, sweep
+
+prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
+for name in MODULES:
+    with contextlib.suppress(ImportError):
+        import_module(name)
+prctl(PR_SET_PDEATHSIG, 0)
 
 if os.environ.get(SAFE_PATH) == PACKAGE.name:
     del os.environ[SAFE_PATH]  # programs that ranks start are the user's
@@ -25,5 +35,7 @@ def _leave(server: int) -> None:
 
 
 adopt()
+# Of a rank whose start was interrupted before it was told what to do.
+sys.excepthook = lambda kind, *more: None if kind is EOFError else sys.__excepthook__(kind, *more)
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # of what it has adopted
 atexit.register(_leave, os.getpid())

@@ -16,6 +16,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import struct
@@ -34,10 +35,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
+import psutil
+
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
-from ddpm_lab.measure.guard import adopt, end_below
+from ddpm_lab.measure.guard import END_SECONDS, adopt, end_below
 from ddpm_lab.workload import Unsupported
 
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
@@ -276,20 +279,35 @@ def _prefix() -> str:
 def temporary(folder: Path) -> dict[str, str]:
     """Environment of programs that are to keep temporary files in ``folder``; what torch has compiled stays outside."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-    short = len(str(folder)) <= SOCKET_CHARACTERS
-    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled} if short else {}
+    there = folder.is_relative_to(tempfile.gettempdir())  # else it is in /tmp, which may be small
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled} if there else {}
+
+
+_home: tuple[Path, int] | None = None  # this process's own private folder, and the lock on it
+
+
+def home() -> Path:
+    """The private folder in which all of this process are; its lock ends with this process, however that ends."""
+    global _home  # noqa: PLW0603 - as long as the process
+    if _home is None:
+        own = _prefix() + secrets.token_hex(3)
+        fits = len(f"{tempfile.gettempdir()}/{own}/12345678") < SOCKET_CHARACTERS
+        path = Path(tempfile.gettempdir() if fits else "/tmp", own)
+        util.Finalize(None, end_all, exitpriority=10)
+        path.mkdir(0o700)
+        lock = os.open(path / "owner.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _home = path, lock
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody gets one, and all stay away
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (path / "owner.new").rename(path / OWNER)  # locked before anybody can see it
+    return _home[0]
 
 
 class GroupFolder:
-    """A private folder, as for a group while it lives. Its lock ends with this process, however that ends."""
+    """A private folder, as for a group while it lives."""
 
-    def __init__(self, parent: str | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
-        new = self.path / "owner.new"
-        self._lock: int | None = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody gets one, and all stay away
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(self.path / OWNER)  # locked before anybody can see it
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="", dir=home()))
 
     def __enter__(self) -> Path:
         return self.path
@@ -300,9 +318,6 @@ class GroupFolder:
     def remove(self) -> None:
         """Remove the folder and what lies in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
 
 def sweep() -> None:
@@ -315,25 +330,43 @@ def sweep() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def guarded(command: list[str], output: IO[bytes], **how: Any) -> subprocess.Popen[bytes]:
+GUARDED = "DDPM_LAB_GUARDED"  # in the environment of what is below a guard, by which it is found where that was killed
+_guards: dict[subprocess.Popen[bytes], str] = {}
+
+
+def guarded(command: list[str], output: IO[bytes], env: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
     """Start a program below a guard, which ends with this process."""
     words = [sys.executable, "-I", str(PACKAGE / "measure" / "guard.py"), *command]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(words, **streams, start_new_session=True, **how)
+    token = secrets.token_hex(8)
+    environment = {**env, GUARDED: f"{env.get(GUARDED, '')} {token}"}
+    process = subprocess.Popen(words, **streams, start_new_session=True, env=environment, **how)
+    _guards[process] = token
+    return process
 
 
 def end_guarded(process: subprocess.Popen[bytes]) -> None:
     """End a guard and all that is below it."""
-    process.terminate()
-    process.communicate()
+    assert process.stdin
+    process.stdin.close()  # at whose end it ends
+    try:
+        process.wait(END_SECONDS + 1)
+    except subprocess.TimeoutExpired:  # it is stopped
+        process.kill()
+        process.wait()
+    token = _guards.pop(process, "")
+    if process.returncode < 0:
+        for left in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it is another user's, or ended meanwhile
+                if token and token in left.environ().get(GUARDED, "").split():
+                    left.kill()
 
 
-PRELOAD = (
+MODULES = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
     *("ddpm_lab.measure.rank", "ddpm_lab.training.train", "ddpm_lab.training.own", "ddpm_lab.training.training"),
-    "ddpm_lab.measure.preload",
 )
-"""What the fork server imports once. It must start no thread and touch no device."""
+"""What the fork server imports once (``preload.py``). It must start no thread and touch no device."""
 
 DONE, LEFT = "done", "left"  # what is heard of a rank: it has done what it was told, or it will say no more
 SHORT_BYTES = 16_000  # of a message that a pipe takes at once
@@ -353,20 +386,23 @@ class Ending(NamedTuple):
 
 _server: Any = forkserver.ForkServer()
 """The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
-_home: GroupFolder | None = None  # where it, and what it starts, have their sockets
 _ranks: set[int] = set()  # of groups that live
 _lost: set[int] = set()  # servers that were killed, and told of
 
 
-def end_server() -> None:
-    """End the fork server, and whatever ranks have left."""
-    global _home  # noqa: PLW0603 - as long as the server
+def end_all() -> None:
+    """End what this process has started, and whatever that has left; remove its private folder."""
+    global _home  # noqa: PLW0603 - as long as the process
+    for process in [*_guards]:  # of which a signal had interrupted the end
+        process.kill()
+        end_guarded(process)
     if pid := _server._forkserver_pid:
         end_below(pid)
         os.kill(pid, signal.SIGKILL)  # not yet waited for, so that it is this one
         _server._stop()
     if _home:
-        _home.remove()
+        shutil.rmtree(_home[0], ignore_errors=True)
+        os.close(_home[1])
         _home = None
 
 
@@ -377,11 +413,6 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; a
     main module would be run again in every rank, and a script without a guard would start itself over and over.
     """
-    global _home  # noqa: PLW0603 - as long as the server
-    if _home is None:
-        fits = len(tempfile.gettempdir()) + len(_prefix()) < SOCKET_CHARACTERS - 10
-        _home = GroupFolder(None if fits else "/tmp")
-        util.Finalize(None, end_server, exitpriority=10)
     settings: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     usual, sockets = forkserver.connect_to_new_process, settings.get("tempdir")
     main, here = sys.modules["__main__"], sys.path
@@ -390,7 +421,7 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
     os.environ.update(spin)
     forkserver.connect_to_new_process = _server.connect_to_new_process
-    settings["tempdir"] = str(_home.path)
+    settings["tempdir"] = str(home())
     try:
         yield
     finally:
@@ -411,7 +442,7 @@ class LocalRank:
         self.job = job
         self.report: dict[str, Any] = {}  # what the rank measured by its latest command
         context = multiprocessing.get_context("forkserver")
-        _server.set_forkserver_preload(list(PRELOAD))
+        _server.set_forkserver_preload(["ddpm_lab.measure.preload"])
         self._file("beat").write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
         self._beat = Heartbeat(self._file("beat"))
         self._pipe, theirs = context.Pipe()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -26,7 +29,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """While entered, the first signal is noted in ``number`` if ``gentle``; any other raises Stopped."""
+    """While entered, the first signal is noted in ``number``, and raises Stopped if not ``gentle``; others raise it."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -38,19 +41,29 @@ class Stop:
     def __enter__(self) -> Stop:
         heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
         self._before = {number: signal.signal(number, self._handle) for number in heeded}
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._unraisable
+
+    def _lost(self, what: sys.UnraisableHookArgs) -> None:
+        """Signal again where Stopped was raised in a finalizer or a callback, in which Python drops what is raised."""
+        if not isinstance(what.exc_value, Stopped):
+            self._unraisable(what)
+            return
+        self._seen = None
+        threading.Timer(0.01, os.kill, (os.getpid(), what.exc_value.number)).start()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGINT and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
             return
         self._seen, self._noted = number, time.monotonic()
-        if self.number is not None or not self.gentle:
+        first, self.number = self.number is None, self.number or number
+        if not (first and self.gentle):
             raise Stopped(number)
-        self.number = number
 
 
 @contextlib.contextmanager
