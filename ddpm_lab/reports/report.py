@@ -246,7 +246,8 @@ class _Run:
         self.pages[file.stem] = page
         pages.write_page(page, notebook, self.folder / f"{file.stem}.html")
         self.index()
-        self.say(file.stem, f"{state}: {error}" if error else page.headline or state)
+        whose = f" ({page.status})" * page.elsewhere
+        self.say(file.stem, f"{state}: {error}" if error else f"{page.headline or state}{whose}")
 
     def finish(self, *, stopped: int) -> ReportResult:
         index = self.index(stopped=bool(stopped))
