@@ -64,7 +64,7 @@ lint: dev ## check style and types
 audit: dev ## list licences and known vulnerabilities of all packages; an unusual licence fails
 	@UV_HTTP_RETRIES=0 .boot/uv audit --frozen --preview-features audit-command 2>/dev/null \
 	  || { [ $$? = 2 ] && echo 'vulnerabilities: skipped, for this uv cannot ask osv.dev from here'; }
-	@.boot/uv tool run --quiet --from pip-licenses==5.5.5 pip-licenses --python .venv/bin/python --from mixed --summary \
+	@.venv/bin/pip-licenses --python .venv/bin/python --from mixed --summary \
 	  --ignore-packages cuda-toolkit --partial-match \
 	  --allow-only 'Apache;BSD;MIT;ISC;PSF;Python Software;MPL;Mozilla;LGPL;Lesser General;NVIDIA'
 
