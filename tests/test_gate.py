@@ -228,7 +228,7 @@ def test_a_killed_gate_leaves_nothing_behind_the_next_one(mine: Path, tmp_path: 
     words = ["compare", "mine:step", "--against", "main", "--output-dir", str(tmp_path / "out")]
     with subprocess.Popen([sys.executable, "-m", "ddpm_lab", *words], cwd=mine, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
-        while not (left := list(Path(tempfile.gettempdir()).glob(f"ddpm_lab.*/tree/{mark}"))):
+        while not (left := list(Path(tempfile.gettempdir()).glob(f"ddpm_lab.*/**/tree/{mark}"))):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)

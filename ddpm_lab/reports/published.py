@@ -212,7 +212,7 @@ FIELDS = {
     "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
     "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
     "first_losses message_bytes buckets summed_over waited_seconds hosts data_device images steps indices_sha256 "
-    "device_used_bytes device_total_bytes unlisted_modules astray_modules attention",
+    "device_used_bytes device_total_bytes unlisted_modules astray_modules attention collectives",
 }
 """What is published of each part."""
 MODULES = ("unlisted_modules", "astray_modules")
