@@ -135,7 +135,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "mine.py").write_text(MINE)
     write(folder / "01_mine.ipynb", NOTEBOOK, parameters="SETS = 99")
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+    heeded = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # commands inherit it: under nohup they would go on
     yield folder
+    signal.signal(signal.SIGHUP, heeded)
     shutil.rmtree(folder)
 
 

@@ -88,13 +88,17 @@ recurses = after(lambda: (f := lambda: f())())
 CRASH, RUNS = "crashed: rank 0", "ran as 1 rank"
 WORKLOADS = {
     **{"raises": "ValueError: planted (mine.py, line ", "segfaults": "was killed by SIGSEGV", "runs_out": "oom"},
-    **{"leaves_0": "left without a word", "leaves_3": "ended with exit code 3", "exits": "SystemExit: planted"},
+    **{"leaves_0": "ended with exit code 0", "leaves_3": "ended with exit code 3", "exits": "SystemExit: planted"},
     **{
         "stops": "was stopped by a signal",
         "is_nan": "no longer finite",
         "ends": "the loop of mine:ends ended after 20",
     },
-    **{"nothing": "mine:nothing ended after 0 steps", "closes": CRASH, "kills_parent": "lost the process that starts"},
+    **{
+        "nothing": "mine:nothing ended after 0 steps",
+        "closes": CRASH,
+        "kills_parent": "which starts the ranks, was killed",
+    },
     **{"hangs": "for 60 s (more --minutes wait longer)", "in_build": "while building", "allocates": "oom"},
     **{"catches": "(mine.py, line ", "recurses": "RecursionError", "deletes": "the code was edited (mine)"},
     **dict.fromkeys(("ignores", "moves", "prints", "threads", "forks", "starts", "seeds", "slow"), RUNS),

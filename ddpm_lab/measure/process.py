@@ -371,7 +371,6 @@ MODULES = (
 DONE, LEFT = "done", "left"  # what is heard of a rank: it has done what it was told, or it will say no more
 SHORT_BYTES = 16_000  # of a message that a pipe takes at once
 LOG_CHARACTERS = 4000
-ORPHANED = "lost the process that starts ranks: its code, or the system, killed that"
 
 
 class Ending(NamedTuple):
@@ -527,8 +526,6 @@ class LocalRank:
         if code is None or (code == 0 and self._done):
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if code == 255 and self._started == start_ticks(self.pid):  # what multiprocessing says of one that lives
-            how = ORPHANED
         return Ending("crashed", how, self.log(), False, time.monotonic())
 
     def log(self) -> str:

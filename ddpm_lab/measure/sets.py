@@ -24,7 +24,6 @@ from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.others import State, Watch, folded, side_by_side
-from ddpm_lab.measure.process import ORPHANED
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window
@@ -346,7 +345,6 @@ class _Set:
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
         self.environment = environment()
-        self._ended_by: Seat | None = None
 
     def together(self) -> None:
         """Every group lives for the whole set, one awake at a time."""
@@ -406,8 +404,7 @@ class _Set:
 
     def baseline_lost(self) -> list[Seat]:
         """The seats to blame where nothing of this set can be compared."""
-        ended = [self._ended_by] if self._ended_by else []
-        return ended or [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
+        return [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
 
     def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
         """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
@@ -421,8 +418,6 @@ class _Set:
                 raise _DoesNotFitTogether from failure
             seat.failure = failure
             seat.close()
-            if ORPHANED in failure.reason:  # all groups did so while this one was at work
-                self._ended_by = seat
 
     def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]

@@ -92,12 +92,12 @@ def measure(
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(baseline, tree, against)
         if not quiet:
-            names = ", ".join(changed[:5]) or "no module"
-            names += f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            more = f" and {len(changed) - 5} more" * (len(changed) > 5)
+            names = (", ".join(changed[:5]) or "no module") + more
             say(f"{WORKING_TREE} against {against} ({tree.revision}): {names} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
-        code = candidate_code.with_revision(baseline_code)
-        return plan_pair(pair, (against, WORKING_TREE), code=code, output=output, quiet=quiet, **limits).measure()
+        how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
+        return plan_pair(pair, (against, WORKING_TREE), **how).measure()
 
 
 def _refuse_other_instrument(changed: Sequence[str], against: str) -> None:

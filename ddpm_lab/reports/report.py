@@ -102,7 +102,7 @@ def report(
     if minutes is not None and not (number(minutes) and minutes > 0):
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     budget = preset_called(preset).minutes if minutes is None else minutes
-    extra = dict(parameters or {})
+    extra, stopped = dict(parameters or {}), 0
     options = {
         "preset": preset,
         "data": data,
@@ -117,7 +117,6 @@ def report(
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = _Run(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
-    stopped = 0
     sweep()
     try:
         run.measure()
