@@ -273,7 +273,7 @@ def _configuration(text: str) -> RunConfig:
 CROWDED_CORES = 0.25
 """A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
 CROWDED_SHARE = 0.2
-"""A set with more than this share of crowded turns does not count, and is measured again."""
+"""A set with more than this share of its measured time in crowded turns does not count, and is measured again."""
 BUSY_GPU_PERCENT = 10.0
 """Share of a GPU's time that other processes may take before a turn on it is crowded."""
 
@@ -302,19 +302,23 @@ def seconds_by_turn(record: RunRecord) -> dict[int, float]:
     return {turn: seconds for turn, seconds in values.items() if math.isfinite(seconds) and seconds > 0}
 
 
-def crowded(records: Sequence[RunRecord]) -> bool:
-    """Whether a set does not count, since other processes took the cores or the GPU of its ranks in too many turns.
+def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
+    """Whether a set does not count, since other processes took the cores or the GPU of its ranks for too long.
 
     A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
     hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, when another process computes on it. Decided by
-    load, never by time; what is unknown crowds nothing.
+    load, never by time; what is unknown crowds nothing. A crowded turn weighs as long as it took, all sides together:
+    two threads of which one has lost its core may take sixty times as long, and one such turn then is the whole set.
+    Of a set that is still measured, so many turns ``to_come`` are taken to be as short as the shortest.
     """
-    turns: dict[int, list[float]] = {}
+    turns: dict[int, list[tuple[float, float]]] = {}
     for r in records:
         for w in r.windows:
-            turns.setdefault(w.turn, []).append(-1.0 if r.config.oversubscribe else _excess(r, w))
-    full = sum(statistics.fmean(excess) >= 0 for excess in turns.values())
-    return full > CROWDED_SHARE * len(turns)
+            turns.setdefault(w.turn, []).append((-1.0 if r.config.oversubscribe else _excess(r, w), w.seconds))
+    seconds = {turn: sum(taken for _, taken in windows) for turn, windows in turns.items()}
+    full = [turn for turn, windows in turns.items() if statistics.fmean(excess for excess, _ in windows) >= 0]
+    whole = sum(seconds.values()) + to_come * min(seconds.values(), default=0.0)
+    return sum(seconds[turn] for turn in full) > CROWDED_SHARE * whole
 
 
 def _excess(record: RunRecord, window: Window) -> float:

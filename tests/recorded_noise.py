@@ -33,7 +33,7 @@ class Recorded:
 
 @cache
 def recorded(machine: str) -> tuple[Recorded, ...]:
-    """The sets of a machine in the order of measuring. Quiet are those with at most a fifth of their turns crowded."""
+    """The sets of a machine in the order of measuring. Quiet are those with at most a fifth of their time crowded."""
     found = []
     for row in SETS[machine]:
         logs = {label: np.array(values) for label, values in row["logs"].items()}

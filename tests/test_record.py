@@ -79,9 +79,13 @@ def test_a_turn_is_crowded_when_threads_and_others_exceed_the_cores_by_a_quarter
     assert not crowded([loaded(0.0, stolen_seconds=9.0)]), "how long it was watched is unknown"
 
 
-def test_a_set_does_not_count_with_more_than_a_fifth_of_its_turns_crowded() -> None:
+def test_a_set_does_not_count_with_more_than_a_fifth_of_its_time_crowded() -> None:
     for full, turns, crowds in ((1, 5, False), (2, 5, True), (2, 10, False), (3, 10, True)):
         assert crowded([loaded(*[1.0] * full, *[0.0] * (turns - full))]) == crowds
+    six = loaded(1.0, *[0.0] * 5)
+    slow = dataclasses.replace(six, windows=(dataclasses.replace(six.windows[0], seconds=60.0), *six.windows[1:]))
+    assert not crowded([six])
+    assert crowded([six, slow]), "a crowded turn weighs as long as it took, whichever side was slow"
     assert crowded([loaded(0.5), loaded(0.0)]), "a turn is judged by the mean over its windows"
     assert not crowded([loaded(0.49), loaded(0.0)])
     shared = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)

@@ -26,7 +26,7 @@ from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.others import State, Watch, folded, side_by_side
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import RankRecord, RunRecord, Window
+from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 
 CHUNK = 5
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
@@ -338,9 +338,9 @@ class _Set:
     """One set of one family while it is measured; the first member is the baseline."""
 
     def __init__(
-        self, instrument: Instrument, members: Sequence[Member], plan: Plan, turns: Turns | None = None
+        self, instrument: Instrument, members: Sequence[Member], plan: Plan, where: dict[str, str], turns: Turns | None
     ) -> None:
-        self.instrument, self.plan, self.turns = instrument, plan, turns
+        self.instrument, self.plan, self.where, self.turns = instrument, plan, where, turns
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
@@ -394,13 +394,15 @@ class _Set:
         self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
-        """Every living member's window in every turn, until the baseline or its twin is lost."""
+        """Every living member's window in every turn, until baseline or twin are lost, or the set is too disturbed."""
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
                 self.guard(self.seats[i], window, turn, position, steps.get(self.seats[i].member, 0))
                 if self.baseline_lost():
                     return
+            if crowded([self.record(s) for s in self.seats if not s.failure], to_come=turns - turn - 1):
+                return  # whatever the rest reads, this set does not count
 
     def baseline_lost(self) -> list[Seat]:
         """The seats to blame where nothing of this set can be compared."""
@@ -413,8 +415,8 @@ class _Set:
         try:
             action(seat, *arguments)
         except GroupFailed as failure:
-            crowded = any(s is not seat and s.group for s in self.seats)
-            if failure.status == "oom" and seat.config.device == "cuda" and crowded:
+            beside = any(s is not seat and s.group for s in self.seats)
+            if failure.status == "oom" and seat.config.device == "cuda" and beside:
                 raise _DoesNotFitTogether from failure
             seat.failure = failure
             seat.close()
@@ -454,7 +456,7 @@ class _Set:
             ranks=tuple(seat.ranks),
             windows=tuple(windows),
             witness={"ranks": seat.witness, **detail},
-            **found,
+            **{**self.where, **found},
         )
 
 
@@ -466,13 +468,13 @@ def measure_set(
     A member that fails becomes a row with its reason; without a baseline only what failed is recorded. ``turns`` gives
     the turns of a plan that has none; ``where`` are the experiment and the family.
     """
-    run = _Set(instrument, members, plan, turns)
+    run = _Set(instrument, members, plan, where, turns)
     try:
         try:
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
-        return [run.record(seat, **where) for seat in (run.baseline_lost() or run.seats)]
+        return [run.record(seat) for seat in (run.baseline_lost() or run.seats)]
     finally:
         for seat in run.seats:
             seat.close()
@@ -488,7 +490,7 @@ def measure_alone(
     instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
     """One group on its own, which does some ``work``; ``where`` are the experiment and the family."""
-    run = _Set(instrument, [member], plan)
+    run = _Set(instrument, [member], plan, where, None)
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:
@@ -497,6 +499,6 @@ def measure_alone(
 
     try:
         run.guard(run.seats[0], guarded)
-        return run.record(run.seats[0], **where, **found)
+        return run.record(run.seats[0], **found)
     finally:
         run.seats[0].close()
