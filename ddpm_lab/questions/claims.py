@@ -10,16 +10,18 @@ import math
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import machine_state, phrases, quality, stats
+from ddpm_lab.explain import charts, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.answer import row as drawn
 from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.charts import BAD, Figure, Panel, Row, forest
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
@@ -38,8 +40,10 @@ QUESTION = Question(title="Which published claims hold here?", file="09_claims",
 Repeats = Annotated[int | None, Opt("times that each wrong way is run", least=1)]
 BAR_STEPS = 6
 """Steps of the smaller batch in a bar; the larger batch does as many as fit into the same images, which is fewer."""
-_REPEATS = {"smoke": 1, "quick": 6, "full": 12}
+_REPEATS = {"smoke": 1, "quick": 6, "full": 20}
 _WAYS = ("fresh", "bars", "runs", "profiled", "phases", "counted")
+_PAIRED = ("fresh", "bars", "runs", "profiled")
+"""What is run of both sides of a pair."""
 _CPU_WAYS = ("one_thread",)
 _CUDA_WAYS = ("loss_read", "unsynchronised", "phases_waited_for", "hidden_devices")
 
@@ -70,7 +74,7 @@ def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = 
     ways = (*_WAYS, *(_CUDA_WAYS if cuda else _CPU_WAYS if setup.usable_cores > 1 else ()))
     wrong = []
     for seed in range(setup.seed, setup.seed + count):
-        each = (("fp32", base, ways), (narrow, rows[0][1], ("bars", "profiled")), (large, larger, ("bars",)))
+        each = (("fp32", base, ways), (narrow, rows[0][1], _PAIRED), (large, larger, ("bars",)))
         for label, config, mine in each:
             options = (("ways", " ".join(mine)), ("bar_images", BAR_STEPS * batch))
             run = replace(config, purpose="check", workload=WORKLOAD, seed=seed, options=options)
@@ -93,7 +97,14 @@ def answer(study: Study) -> Answer:
         known = {"verdict": "judged", "quality": "quality in the table, where a claim is about it"}
         shown = replace(shown, finding=plain(study, headline, ANSWERED, told, *machine_state.warnings(study), **known))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
-    figure, views = shown.figure, (View(caption=wrong, table=lambda: fault_table(study)),)
+    often = "One pair of settings, compared in the ways of most benchmarks, and in sets."
+    figure, views = (
+        shown.figure,
+        (
+            View(caption=often, name="once", figure=lambda: pair_figure(study)),
+            View(caption=wrong, table=lambda: fault_table(study)),
+        ),
+    )
     return replace(shown, figure=lambda: fault_figure(study) or figure(), table=lambda: table(study), views=views)
 
 
@@ -175,6 +186,7 @@ class Records:
         self._wrong = {(r.label, r.config.seed): r for r in sorted(mine, key=lambda r: r.config.seed)}
         rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
         self.own = {row.label: row for row in rows if row.role == "candidate"}
+        self.narrow = self.own.get("bf16") or self.own.get("fp16")
         self.step = self.step_of(next((row for row in rows if row.role == "baseline"), None))
 
     def runs(self, way: str, label: str = "fp32") -> dict[int, Any]:
@@ -182,23 +194,23 @@ class Records:
         told = {
             r.config.seed: (r.profile or {}).get("wrong_ways", {}) for r in self._wrong.values() if r.label == label
         }
-        return {seed: ways[way] for seed, ways in told.items() if way in ways}
+        found = {seed: ways[way] for seed, ways in told.items() if way in ways}
+        return {seed: answer for seed, answer in found.items() if way == "labelled_two" or [] not in answer.values()}
 
     def timed(self, way: str) -> list[float]:
         """Seconds of a step in each repeat of a wrong way."""
         return [answer["seconds"] / answer["steps"] for answer in self.runs(way).values()]
 
-    def starts(self) -> list[float]:
-        """Seconds of a step, from the start of its process, in each repeat of the first steps of one."""
-        stages = [self._wrong["fp32", seed].stages for seed in self.runs("fresh")]
-        begun = [stage.get("start", 0.0) + stage.get("build", 0.0) for stage in stages]
-        steps = [answer["step_seconds"] for answer in self.runs("fresh").values()]
-        return [(start + sum(each)) / len(each) for start, each in zip(begun, steps, strict=True)]
+    def starts(self, label: str = "fp32") -> dict[int, float]:
+        """Seconds of a step, from the start of its process, in each repeat of the first steps of one, by seed."""
+        found = {seed: a["step_seconds"] for seed, a in self.runs("fresh", label).items()}
+        stages = {seed: self._wrong[label, seed].stages for seed in found}
+        begun = {seed: stage.get("start", 0.0) + stage.get("build", 0.0) for seed, stage in stages.items()}
+        return {seed: (begun[seed] + sum(steps)) / len(steps) for seed, steps in found.items()}
 
-    def faster(self, way: str, label: str) -> list[float]:
+    def faster(self, way: str, label: str, seconds: Callable[[Any], float] = itemgetter("seconds")) -> list[float]:
         """How many times as fast as fp32 a configuration looks in each repeat of a wrong way."""
-        theirs = self.runs(way, label)
-        return [a["seconds"] / theirs[seed]["seconds"] for seed, a in self.runs(way).items() if seed in theirs]
+        return _quotients(*({seed: seconds(a) for seed, a in self.runs(way, x).items()} for x in ("fp32", label)))
 
     def step_of(self, row: Comparison | None) -> Interval:
         """Seconds of a step in the sets that count, with the interval that their spread gives; NaN without any."""
@@ -208,6 +220,11 @@ class Records:
         mine = [r for r in members if (r.role, r.run_id) == (row.role, row.run_id) and r.windows]
         quiet = [r for r in mine if not crowded([m for m in members if m.set_id == r.set_id])]
         return _mean([row.batch * statistics.median(w.seconds_per_image for w in r.windows) for r in quiet])
+
+
+def _quotients(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Seconds of one side over those of the other, of each repeat that both have."""
+    return [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys() if theirs[seed]]
 
 
 def _mean(values: Iterable[float]) -> Interval:
@@ -240,13 +257,13 @@ def readings(study: Study) -> dict[str, Reading]:
 
 def _times_of_steps(found: Records) -> dict[str, Reading]:
     """Faults that call another time than the sets' that of a step."""
-    narrow = next((found.own[name] for name in ("bf16", "fp16") if name in found.own), None)
+    narrow = found.narrow
     compiled, looks, also = found.own.get("compiled"), found.faster("profiled", narrow.label) if narrow else (), ""
     if narrow and looks:
         also = f"{narrow.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
         also += f", and is {phrases.times(narrow.ratio)}"
     read = {
-        "multiplied": _against(found.starts(), found.step, times=DRAWN),
+        "multiplied": _against(list(found.starts().values()), found.step, times=DRAWN),
         "cold": _against([statistics.fmean(a["step_seconds"]) for a in found.runs("fresh").values()], found.step),
         "profiler": _against(found.timed("profiled"), found.step, also),
         "unsynchronised": _against(found.timed("unsynchronised"), found.step),
@@ -330,6 +347,44 @@ def fault_figure(study: Study) -> Figure | None:
         note="The number that a wrong way of measuring gives, divided by that of the lab's sets on this machine: "
         "geometric mean over repeats and sets, and its 95 % interval. At 1 the wrong way would be right.",
         label="reported / true value",
+    )
+
+
+_TIMED_ONCE: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+    ("the first step of each", "fresh", lambda a: a["step_seconds"][0]),
+    ("six steps of each, nothing warm", "fresh", lambda a: sum(a["step_seconds"])),
+    ("six warm steps of each", "bars", itemgetter("seconds")),
+    ("six steps of each, profiler on", "profiled", itemgetter("seconds")),
+    ("the fastest of 50 short runs", "runs", lambda a: min(a["seconds"])),
+    ("150 warm steps of each", "runs", lambda a: sum(a["seconds"])),
+)
+"""Usual ways to compare two settings: what is timed of each in a process of its own, one after the other."""
+
+
+def pair_figure(study: Study) -> Figure | None:
+    """A dot for each time that a pair was compared in a usual way, and for each set; None where sets have no answer."""
+    found = Records(study)
+    if (pair := found.narrow) is None or not pair.answered:
+        return None
+    read = {"six steps of each, process included": _quotients(found.starts(), found.starts(pair.label))}
+    read |= {name: found.faster(way, pair.label, seconds) for name, way, seconds in _TIMED_ONCE}
+    rows = [
+        Row(name=name, value=_mean(dots).value, dots=dots, text=" to ".join(map(phrases.significant, (low, high))))
+        for name, dots in read.items()
+        if len(dots) > 1 and (low := min(dots)) and (high := max(dots))
+    ]
+    if not rows:
+        return None
+    every = sorted(v for row in rows for v in row.dots)
+    ends = " to ".join(map(phrases.significant, (every[0], every[-1])))
+    rows.append(drawn(pair, "in turns: a dot for each set"))
+    return forest(
+        [Panel(rows=rows, reference=pair.ratio.value)],
+        title=f"Timed once, {pair.label} looks {ends} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
+        context=f"{phrases.context(study)}{charts.SEPARATOR}{pair.family}",
+        note=f"Small dots: {max(len(row.dots) for row in rows[:-1])} repeats of each way, in fresh processes; "
+        "text: least and most. Large dots: geometric means. Last row: the ratio with its 95 % interval.",
+        label=f"speed of {pair.label} relative to fp32",
     )
 
 
