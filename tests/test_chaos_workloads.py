@@ -45,6 +45,16 @@ def careful():
         except BaseException:
             pass
 
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, i):
+        return os.kill(os.getpid(), signal.SIGKILL) if i == 64 else i
+
+def loads():
+    yield from (1.0 for _ in torch.utils.data.DataLoader(Data(), num_workers=1))
+
 def ends():
     yield from (1.0 for _ in range(20))
 
@@ -100,11 +110,16 @@ WORKLOADS = {
         "kills_parent": "which starts the ranks, was killed",
     },
     **{"hangs": "for 60 s (more --minutes wait longer)", "in_build": "while building", "allocates": "oom"},
-    **{"catches": "(mine.py, line ", "recurses": "RecursionError", "deletes": "the code was edited (mine)"},
+    **{
+        "loads": "is killed by signal: Killed",
+        "catches": "(mine.py, line ",
+        "recurses": "RecursionError",
+        "deletes": "the code was edited (mine)",
+    },
     **dict.fromkeys(("ignores", "moves", "prints", "threads", "forks", "starts", "seeds", "slow"), RUNS),
 }
 """What is said of each side, and that it is wrong or ran."""
-SHORT = ("raises", "leaves_0", "kills_parent", "forks")
+SHORT = ("loads", "leaves_0", "kills_parent", "forks")
 IN_FULL = os.environ.get("CHAOS") == "full"
 
 

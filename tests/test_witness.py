@@ -8,6 +8,7 @@ import pytest
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.rank import nccl_seen
 from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.training.setting import Own
 
 SETTINGS = {"precision": "bf16", "compile": "whole", "loader": "files", "loader_workers": 2, "data_sha256": "abc"}
 LABEL = RunConfig(device="cuda", world_size=2, **SETTINGS)  # type: ignore[arg-type]
@@ -92,3 +93,11 @@ def test_the_settings_of_nccl_are_read_back_from_the_environment() -> None:
         said = nccl_seen({"PATH": "/bin", **NCCL["pcie"], **changes})
         assert said == {"nccl": seen, "nccl_environment": {**NCCL["pcie"], **changes}}
     assert nccl_seen({"PATH": "/bin"}) == {"nccl": "default", "nccl_environment": {}}
+
+
+def test_a_training_of_the_users_that_nothing_of_was_compiled_is_refused() -> None:
+    label = RunConfig(**Own(name="mine:make").settings(), compile="whole")
+    told = {"maker": "mine.py, line 3", "steps": 20, "compile": "whole", "compiled_frames": 1}
+    assert not [line for line in mismatches(label, [alone(**told, graphs=1)]) if "mine:make" in line]
+    (line,) = [line for line in mismatches(label, [alone(**told, graphs=0)]) if "mine:make" in line]
+    assert line.startswith("mine:make (mine.py, line 3) compiled nothing in 20 steps")

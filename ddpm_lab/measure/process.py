@@ -53,6 +53,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
 PF_EXITING = 4
+WORKER_TOLD_SECONDS = 0.5
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -171,8 +172,13 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     try:
         from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
 
-        Rank(job, commands, beat).serve()
+        try:
+            Rank(job, commands, beat).serve()
+        except (EOFError, OSError):  # perhaps of a loader worker that was killed, which torch tells by a signal
+            time.sleep(WORKER_TOLD_SECONDS)
+            raise
     except BaseException as failure:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here once more
         error = _error(failure)
         with contextlib.suppress(OSError):
             say(job, commands, {"error": error})
