@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -94,4 +95,8 @@ def answer(study: Study) -> Answer:
         return found
     about = entry.about
     named = dataclasses.replace(found.finding, question=about.title)
-    return dataclasses.replace(found, finding=named, file=about.file, trains=about.trains)
+    own = next(
+        (f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own), ""
+    )  # beside the lab's figures
+    file = about.file + re.sub(r"\W", "_", own)
+    return dataclasses.replace(found, finding=named, file=file, trains=about.trains)
