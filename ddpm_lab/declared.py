@@ -113,9 +113,12 @@ def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     found: Reader = partial(_expected, hint) if opt is None else partial(_within, hint, opt, remedy)
     if origin is Annotated:
         found = reader(inner[1]) if typing.is_typeddict(inner[1]) else reader(*inner)
+    elif origin is typing.Required:
+        found = reader(inner[0])
     elif typing.is_typeddict(hint):
-        fields = {name: reader(kind) for name, kind in typing.get_type_hints(hint).items()}
-        found = partial(_described, fields, hint.__required_keys__)
+        hints = typing.get_type_hints(hint, include_extras=True)  # its own set of required keys misses quoted ones
+        needed = hint.__required_keys__ | {n for n, kind in hints.items() if typing.get_origin(kind) is typing.Required}
+        found = partial(_described, {name: reader(kind) for name, kind in hints.items()}, needed)
     elif origin in (types.UnionType, typing.Union):
         found = partial(_optional, reader(_present(hint), opt, ", or null for none"))
     elif origin is Sequence:

@@ -184,7 +184,7 @@ class Space:
             changes: dict[str, Any] = {}
             for value in self.values(cell):
                 changes |= value.changes
-            with suppress(ConfigError):
+            with suppress(ConfigError, TypeError):  # TypeError: a setting of no configuration, in a record
                 found.setdefault(dataclasses.replace(self.baseline, **changes), cell)
         return {cell: config for config, cell in found.items()}
 

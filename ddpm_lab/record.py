@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Required, TypedDict
 
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import TRIAL_OPTIONS, RunConfig
 from ddpm_lab.declared import Opt, reader
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
@@ -22,7 +22,8 @@ from ddpm_lab.plan import Plan
 SCHEMA = 4
 Count = Annotated[int, Opt(least=0)]
 Amount = Annotated[float, Opt(least=0, below=1e15)]
-Finite = Annotated[float, Opt()]
+Positive = Annotated[float, Opt(above=0, below=1e15)]
+Finite = Annotated[float, Opt(least=-1e15, below=1e15)]
 Cohort = tuple[str, str, str, str]
 TWIN = "twin"
 ROLES = (
@@ -124,8 +125,8 @@ class Window:
     start_seconds: Finite
     seconds: Amount
     images: Count
-    steps: Count
-    rank_seconds: Annotated[tuple[float, ...], Opt(least=0)]
+    steps: Annotated[int, Opt(least=1)]
+    rank_seconds: Annotated[tuple[float, ...], Opt(above=0)]
     step_seconds: Annotated[tuple[float, ...], Opt(least=0)]
     data_seconds: Annotated[tuple[float, ...], Opt(least=0)]
     others_cores: Finite | None = None
@@ -162,19 +163,212 @@ class Held(TypedDict):
     """A look at the held-out loss of a trial."""
 
     images: Count
-    loss: float
+    loss: Finite
+
+
+class Seen(TypedDict, total=False):
+    """What is read of a rank's witness: where it ran, what a user's training offers, what a compiler counted."""
+
+    rank: Count
+    host: str | None
+    parameters: Count
+    flop_per_image: Amount | None
+    device_total_bytes: Amount | None
+    offers: tuple[str, ...]
+    compiled_frames: Count
+    graphs: Count
+    graph_breaks: Count
+    recompiles: Count
+
+
+class Operator(TypedDict, total=False):
+    """An operator of a profile, and its exclusive seconds."""
+
+    name: Required[str]
+    calls: Required[Amount]
+    self_cpu_seconds: Amount | None
+    self_device_seconds: Amount | None
+
+
+class Span(TypedDict):
+    """What ran beside the phases of a step, and its part that ran while others did."""
+
+    seconds: Amount
+    overlapped_seconds: Amount
+
+
+class Profiled(TypedDict):
+    """Where the time of a step went, on average."""
+
+    step_seconds: Positive
+    phases: dict[str, Amount]
+
+
+class Spent(Profiled, total=False):
+    """The same without the profiler."""
+
+    residual_seconds: Required[Finite]
+    spans: Required[dict[str, Span]]
+    helpers_cpu_seconds: Amount
+    host_ahead_seconds: Finite | None
+    host_phases: dict[str, Amount]
+
+
+class RankBudget(TypedDict, total=False):
+    """Steps of a rank as they are, with a wait after each phase, and under the profiler."""
+
+    unsynchronised: Required[Spent]
+    synchronised: Required[Spent]
+    profiled: Profiled | None
+
+
+class Budget(TypedDict, total=False):
+    """A time budget of at least one rank."""
+
+    steps: Required[Count]
+    ranks: Required[tuple[RankBudget, ...]]
+    others_cores: Finite | None
+    stolen_seconds: Finite | None
+    state: dict[str, Finite | None]
+
+
+class Fresh(TypedDict):
+    """The first steps of a process."""
+
+    step_seconds: tuple[float, ...]
+
+
+class Timed(TypedDict):
+    """What a wrong way to measure read."""
+
+    steps: Positive
+    seconds: Positive
+
+
+class Summed(Timed):
+    """The same under a profiler, and its events summed."""
+
+    inclusive_seconds: Amount
+    exclusive_seconds: Positive
+
+
+class Phased(Timed, total=False):
+    """The same in phases."""
+
+    phases: Required[dict[str, Amount]]
+    cpu_seconds: Required[Amount]
+    gpu_utilisation_percent: Amount | None
+
+
+class Runs(TypedDict):
+    """Many short runs."""
+
+    seconds: tuple[float, ...]
+
+
+class Counted(TypedDict):
+    """The size of a network."""
+
+    parameters: Count
+
+
+class Ways(TypedDict, total=False):
+    """What is read of wrong ways to measure."""
+
+    fresh: Fresh
+    bars: Timed
+    runs: Runs
+    profiled: Summed
+    phases: Phased
+    one_thread: Phased
+    phases_waited_for: Phased
+    loss_read: Timed
+    unsynchronised: Timed
+    counted: Counted
+    hidden_devices: dict[str, Any]
+    labelled_two: tuple[str, ...]
+
+
+class Profile(TypedDict, total=False):
+    """What is read of a profile."""
+
+    steps: Count
+    operators: tuple[Operator, ...]
+    traces: tuple[str, ...]
+    budget: Budget | None
+    wrong_ways: Ways
+
+
+class Layer(TypedDict):
+    """The layer whose gradient was off by most."""
+
+    name: str
+    error: Amount
+
+
+class CheckedStep(TypedDict):
+    """A step of a gradient check beside its reference."""
+
+    skipped: bool
+    loss_error: Amount | None
+    gradient_error: Amount | None
+    ranks_error: Amount | None
+    norm_ratio: Amount | None
+    cosine: Finite | None
+    worst_layer: Layer | None
+
+
+class Worst(TypedDict):
+    """The worst of all steps."""
+
+    nonfinite: Count
+
+
+class Gradients(TypedDict, total=False):
+    """What a gradient check found."""
+
+    precision: Required[Annotated[str, Opt(choices=("fp32", "tf32", "bf16", "fp16"))]]
+    hook: Annotated[str, Opt(choices=("none", "bf16", "fp16"))]
+    loss: Required[str]
+    steps: Required[tuple[CheckedStep, ...]]
+    worst: Required[Worst]
+
+
+class Fid(TypedDict, total=False):
+    """A Frechet inception distance, or the reason why there is none."""
+
+    images: Required[Count]
+    steps: Required[Count]
+    inception_sha256: Required[str]
+    fid: Amount
+    reason: str
+
+
+class Samples(TypedDict):
+    """Images that a trial drew, in one row: base64 of a PNG."""
+
+    png: str
+    images: Count
+    sampler: str
+    steps: Count
 
 
 class Parts(TypedDict, total=False):
-    """What is read of witness, profile, quality and look, which may hold anything besides."""
+    """What is read of witness, quality and look, which may hold anything besides."""
 
-    ranks: tuple[dict[str, Any], ...]
+    gradients: Gradients | None
+    samples: Samples | None
+    fid: Fid | None
+
+    ranks: tuple[Seen, ...]
     steps: Count
-    losses: tuple[float, ...]
+    losses: Annotated[tuple[float, ...], Opt(least=-1e15, below=1e15)]
     held_out: tuple[Held, ...]
     weights_sha256: str
     sets: tuple[str, ...]
-    log_ratios: dict[str, tuple[float, ...]]
+    log_ratios: dict[str, Annotated[tuple[float, ...], Opt(least=-100, below=100)]]
+    trainer: str | None
+    codes: tuple[str, ...]
 
 
 class Choices(TypedDict):
@@ -219,7 +413,7 @@ class RunRecord:
     ranks: tuple[RankRecord, ...] = ()
     windows: tuple[Window, ...] = ()
     witness: Annotated[dict[str, Any], Parts] = field(default_factory=dict)
-    profile: Annotated[dict[str, Any], Parts] | None = None
+    profile: Annotated[dict[str, Any], Profile] | None = None
     quality: Annotated[dict[str, Any], Parts] | None = None
     space: Annotated[dict[str, Any], Choices] | None = None
     look: Annotated[dict[str, Any], Parts] | None = None
@@ -258,6 +452,12 @@ class RunRecord:
         lacks = [name for name in TRIED if name not in (found.quality or ())]
         if (found.role, found.status) == ("quality", "ok") and lacks:
             raise ValueError(f"quality.{lacks[0]} is missing")
+        ranks = found.config.world_size
+        if not found.config.command and any(len(w.rank_seconds) != ranks for w in found.windows):
+            raise ValueError(f"windows.rank_seconds: give one for each of {ranks} ranks")
+        for name in TRIAL_OPTIONS if found.role == "quality" else ():
+            if type(value := found.config.option(name, 0)) is not int:
+                raise ValueError(f"config.options.{name} is {value!r}: give a whole number")
         return found
 
 

@@ -49,8 +49,9 @@ class Lab:
         monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def measure_set(
-        self, instrument: Instrument, *, plan: Plan, members: list[Member], turns: Any, **where: str
+        self, instrument: Instrument, *, plan: Plan, members: list[Member], turns: Any, gives_up: bool, **where: str
     ) -> list[RunRecord]:
+        del gives_up  # its sets are whole
         if len(self.sets) == self.stop_after:
             raise KeyboardInterrupt
         assert len(self.sets) < 50, "the campaign never ends"
@@ -78,7 +79,11 @@ class Lab:
     def _record(self, member: Member, baseline: Member, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
         seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
-        times: dict[str, Any] = {"seconds": seconds, "rank_seconds": (1.0,), "step_seconds": (1.0,)}
+        times: dict[str, Any] = {
+            "seconds": seconds,
+            "rank_seconds": (1.0,) * member.config.world_size,
+            "step_seconds": (1.0,),
+        }
         place: dict[str, Any] = {"turn": 0, "position": 0, "start_seconds": 0.0, "data_seconds": (0.0,)}
         window = Window(images=32, steps=1, others_cores=load, state=self.state, **times, **place)
         return make.record(

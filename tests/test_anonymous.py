@@ -15,6 +15,8 @@ from ddpm_lab.reports.published import FIELDS, anonymous
 UUIDS = ("GPU-1f0e7a62-aaaa-bbbb-cccc-0123456789ab", "GPU-2f0e7a62-aaaa-bbbb-cccc-0123456789ab")
 FOLDER = "/home/alice/my secret pictures/prepared"
 PNG = "iVBORw0KGgo-" * 5_000
+DRAWN = {"png": PNG, "images": 8, "sampler": "ddim", "steps": 50}
+FID = {"images": 64, "steps": 50, "inception_sha256": "ab12"}
 SECRETS = (
     *("alice", "secret", "pictures", "holiday", "nightowl", "example.org", "1f0e7a62", "2f0e7a62", "4711", "31337"),
     *("10.1.2.3", "6.1.0-private", "/home", "/scratch", "/mnt", "train_it", "hunter2"),
@@ -47,7 +49,7 @@ def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.tra
         ranks=tuple(dataclasses.replace(make.rank_record(i), device_uuid=UUIDS[i]) for i in range(2)),
         data_name="4,750 images from holiday snaps",
         profile={"steps": 4, "operators": [{"name": "aten::add", "calls": 4.0}], "command": "train_it.py"},
-        quality={"samples": {"png": PNG}, "fid": {"reason": f"cannot read {FOLDER}/weights.pth", "images": 64}},
+        quality={"samples": DRAWN, "fid": {**FID, "reason": f"cannot read {FOLDER}/weights.pth"}},
         baseline_id=config.run_id,
         witness={
             "ranks": [seen | {"rank": i, "device_uuid": UUIDS[i], "parameters": 44332} for i in range(2)],
@@ -80,7 +82,7 @@ def test_what_was_measured_stays() -> None:
     assert [r.device_uuid for r in new.ranks] == ["GPU 0", "GPU 1"] == list(new.environment.gpu_uuids)
     assert new.witness["ranks"][1] == {"rank": 1, "device_uuid": "GPU 1", "parameters": 44332, "threads_wait": {}}
     assert new.profile == {"steps": 4, "operators": [{"name": "aten::add", "calls": 4.0}]}
-    assert new.quality == {"samples": {"png": PNG}, "fid": {"images": 64}}
+    assert new.quality == {"samples": DRAWN, "fid": FID}
     # The path is gone from the configuration, so the record names the changed baseline.
     assert new.config.options == (("depth", 3), ("package", "diffusers 0.36"))
     assert new.baseline_id == new.run_id != old.run_id

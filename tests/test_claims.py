@@ -176,20 +176,22 @@ def test_every_fault_reads_what_was_planted() -> None:
 
 def test_a_pair_timed_once_is_a_dot_for_each_repeat_beside_its_sets() -> None:
     """bf16 is 0.8 times as fast; timed from the start of its process, of which a second is no step, it looks equal."""
-    theirs = {"fresh": {"step_seconds": [3 * STEP] * 6}, "bars": {"steps": 6, "images": 48, "seconds": 6 * STEP}}
+    theirs: dict[str, Any] = {
+        "fresh": {"step_seconds": [3 * STEP] * 6},
+        "bars": {"steps": 6, "images": 48, "seconds": 6 * STEP},
+    }
     of = claimed.study([*claimed.sets(), *claimed.wrong(**WAYS), *claimed.wrong("bf16", **theirs)])
     figure = pair_figure(of)
     assert figure is not None
-    dots = {len(x): x for line in figure.axes[0].lines if len(x := np.asarray(line.get_xdata()).tolist()) > 2}
+    drawn = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines]
     names = [label.get_text().replace("\n", " ") for label in figure.axes[0].get_yticklabels()]
     assert len(names) == 5
-    values = [float(np.asarray(line.get_xdata())[0]) for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
-    known = dict(zip(names, values, strict=True))
+    known = dict(zip(names, (x[0] for x in drawn if len(x) == 1), strict=True))
     assert known["six warm steps of each"] == pytest.approx(1.24, rel=0.02)
     assert known["six steps of each, nothing warm"] == pytest.approx(2 / 3, rel=0.02)
     assert known["six steps of each, process included"] == pytest.approx(1.12 / 1.18, rel=0.02)
     assert known["in turns: a dot for each set"] == pytest.approx(0.8, rel=0.02)
-    assert set(dots) == {6}
+    assert {len(x) for x in drawn if len(x) > 2} == {6}, "six repeats, and six sets"
     assert pair_figure(claimed.study(claimed.sets())) is None, "nothing was timed once"
     assert pair_figure(claimed.study(claimed.wrong(**WAYS))) is None, "nothing says what is true"
 

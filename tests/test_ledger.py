@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
     assert "fp7" in damaged[-2].reason
     assert "windows[0].steps is '5': give a whole number" in damaged[-1].reason
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "profile.operators[0].calls is missing": {"profile": {"operators": [{"name": "add"}]}},
+    "profile.budget.ranks is missing": {"profile": {"budget": {"steps": 1}}},
+    "profile.wrong_ways.bars.seconds is 0": {"profile": {"wrong_ways": {"bars": {"steps": 1, "seconds": 0}}}},
+    "quality.gradients.steps is missing": {"quality": {"gradients": {"precision": "bf16", "loss": "l2"}}},
+    "quality.fid.images is -1": {"quality": {"fid": {"images": -1, "steps": 5, "inception_sha256": "ab"}}},
+    "look.log_ratios.x[0] is 1000000000.0": {"look": {"sets": [], "log_ratios": {"x": [1e9]}}},
+    "windows.rank_seconds: give one for each of 2": {"config": RunConfig(world_size=2, global_batch_size=32).as_dict()},
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+def test_parts_that_an_answer_reads_are_there_and_within_their_limits(words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        RunRecord.from_dict(some_records()[0].as_dict() | PARTS[words])
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1])

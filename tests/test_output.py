@@ -81,14 +81,14 @@ def test_a_summary_of_foreign_names_is_lines_of_text(call: Call, ledger: Path, t
 
 def test_a_record_that_is_read_holds_only_text_and_is_the_same_run(tmp_path: Path) -> None:
     config = RunConfig(workload="mine:make", options=(("note", FOREIGN),))
-    profile = {"operators": [{FOREIGN: [FOREIGN]}]}
+    profile = {"unread": [{FOREIGN: [FOREIGN]}]}
     record = make.record(config, label=FOREIGN, reason=FOREIGN, data_name=FOREIGN, profile=profile)
     Ledger(tmp_path / "l.jsonl").append([record])
     (found,), damaged = Ledger(tmp_path / "l.jsonl").read()
     assert (damaged, found.run_id, found.config) == ([], record.run_id, record.config)
     clean = printable(FOREIGN)
     assert [found.label, found.reason, found.data_name] == [clean] * 3
-    assert found.profile == {"operators": [{clean: [clean]}]}
+    assert found.profile == {"unread": [{clean: [clean]}]}
 
 
 @pytest.mark.parametrize("value", ["=1+1", "+1", "-1", "@x", " =1", "\t=1", "\n=1"])

@@ -85,6 +85,8 @@ def test_a_set_does_not_count_with_more_than_a_fifth_of_its_time_crowded() -> No
     six = loaded(1.0, *[0.0] * 5)
     slow = dataclasses.replace(six, windows=(dataclasses.replace(six.windows[0], seconds=60.0), *six.windows[1:]))
     assert not crowded([six])
+    assert crowded([late := loaded(1.0, 1.0)], to_come=7)
+    assert not crowded([late], to_come=8), "it may still count"
     assert crowded([six, slow]), "a crowded turn weighs as long as it took, whichever side was slow"
     assert crowded([loaded(0.5), loaded(0.0)]), "a turn is judged by the mean over its windows"
     assert not crowded([loaded(0.49), loaded(0.0)])

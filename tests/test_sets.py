@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,20 @@ def test_a_set_without_a_living_candidate_or_baseline_ends(instrument: Instrumen
     records = measured(instrument, short_plan, ("fine", busy_config()), baseline=broken)
     assert {r.status for r in records} == {"crashed"}
     assert {r.role for r in records} <= {"baseline", "twin"}
+
+
+@pytest.mark.slow
+def test_a_set_that_others_disturb_too_much_ends_after_its_turn(instrument: Instrument) -> None:
+    """As many busy processes as cores; five turns of which one was crowded would count."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(instrument.usable_cores)]
+    try:
+        plan = Plan(turns=4, window_seconds=0.5)
+        assert [len(r.windows) for r in measured(instrument, plan, gives_up=True)] == [1, 1]
+        assert [len(r.windows) for r in measured(instrument, plan)] == [4, 4]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.alone

@@ -265,8 +265,15 @@ class Campaign:
         compared = [row for row in candidates if row[1].run_id != base.run_id]
         members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
         begun, plan = time.monotonic(), self.lacks.plan_of(family, candidates)
-        where = {"experiment": self.experiment.name, "family": family.name}
-        records = measure_set(self.instrument, plan=plan, members=members, turns=self._turns, **where)
+        records = measure_set(
+            self.instrument,
+            plan=plan,
+            members=members,
+            turns=self._turns,
+            gives_up=not self.held.disturbed,
+            experiment=self.experiment.name,
+            family=family.name,
+        )
         self._append(records)
         self.measured_sets += 1
         self.lacks.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))

@@ -341,6 +341,7 @@ class _Set:
         self, instrument: Instrument, members: Sequence[Member], plan: Plan, where: dict[str, str], turns: Turns | None
     ) -> None:
         self.instrument, self.plan, self.where, self.turns = instrument, plan, where, turns
+        self.gives_up = False
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
@@ -401,7 +402,8 @@ class _Set:
                 self.guard(self.seats[i], window, turn, position, steps.get(self.seats[i].member, 0))
                 if self.baseline_lost():
                     return
-            if crowded([self.record(s) for s in self.seats if not s.failure], to_come=turns - turn - 1):
+            kept = [self.record(s) for s in self.seats if not s.failure] if self.gives_up else []
+            if crowded(kept, to_come=turns - turn - 1):
                 return  # whatever the rest reads, this set does not count
 
     def baseline_lost(self) -> list[Seat]:
@@ -461,14 +463,22 @@ class _Set:
 
 
 def measure_set(
-    instrument: Instrument, *, plan: Plan, members: Sequence[Member], turns: Turns | None = None, **where: str
+    instrument: Instrument,
+    *,
+    plan: Plan,
+    members: Sequence[Member],
+    turns: Turns | None = None,
+    gives_up: bool = False,
+    **where: str,
 ) -> list[RunRecord]:
     """Measure one set and return the records of its members, the baseline first, to be appended together.
 
     A member that fails becomes a row with its reason; without a baseline only what failed is recorded. ``turns`` gives
-    the turns of a plan that has none; ``where`` are the experiment and the family.
+    the turns of a plan that has none; ``where`` are the experiment and the family. With ``gives_up`` a set ends when
+    others have disturbed it so much that it cannot count.
     """
     run = _Set(instrument, members, plan, where, turns)
+    run.gives_up = gives_up
     try:
         try:
             run.together()

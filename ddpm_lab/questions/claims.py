@@ -273,7 +273,8 @@ def _times_of_steps(found: Records) -> dict[str, Reading]:
     read["phase_sums"] = _against(waited_for, found.step)
     if compiled:
         runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
-        wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs]
+        whole = [r for r in runs if {"compile", "warmup"} <= r.stages.keys() and r.warmup_steps]
+        wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in whole]
         also = f"compiled looks {phrases.significant(found.step.value / _mean(wrong).value, 2)} times as fast as eager"
         also += f", and is {phrases.times(compiled.ratio)}"
         read["compiling"] = _against(wrong, found.step_of(compiled), also)

@@ -214,8 +214,8 @@ class Planned:
                 sets, disturbed = found.before
                 return replace(found, before=(sets + campaign.measured_sets, disturbed + campaign.disturbed))
         count = campaign.measured_sets
-        nothing = "no time to measure in" if none else "all is measured"
-        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else nothing)
+        if not none:  # as on a page of a report, which measures for all pages together
+            self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned
 
     def _on_free_cores(self) -> Planned | None:

@@ -331,7 +331,7 @@ def recommendation(study: Study) -> Recommendation | None:
     mine = tuple(r for r in study.records if whose(r) == whose(last) and r.role != "space")
     fresh, roles = replace(study, records=mine), ("baseline", "twin", "candidate")
     base, twin, rows = ([r for r in comparisons(fresh) if r.role == role and r.sets] for role in roles)
-    if not (base and twin):
+    if not (base and twin) or space.cells.get(space.start) != space.baseline:
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
     found, trials = observations(searched, last.baseline_id), quality.Trials.of(study)

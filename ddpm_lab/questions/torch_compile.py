@@ -76,7 +76,7 @@ class BreakEven:
 
 def break_even(study: Study, row: Comparison) -> BreakEven:
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
-    cost = stats.estimate(np.log([r.stages["compile"] for r in ok if "compile" in r.stages]))
+    cost = stats.estimate(np.log([seconds for r in ok if (seconds := r.stages.get("compile"))]))
     step = row.step_seconds * row.ratio.value
     saved, saved_low, saved_high = (step * (1 - 1 / v) if v else -math.inf for v in (row.ratio.value, *row.ratio.ends))
     low = high = math.inf if cost.sets and not math.isnan(saved_low) else math.nan

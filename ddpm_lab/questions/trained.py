@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -107,16 +108,25 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
 
 
 def drawn(record: RunRecord) -> Mapping[str, Any]:
-    """What a record says of the images that its trial drew; empty where it drew none."""
+    """What a record says of the images that its trial drew; empty where it drew none, or none that can be read."""
     found: Mapping[str, Any] = (record.quality or {}).get("samples") or {}
-    return found
+    return found if found and _tiles(found["png"]) is not None else {}
 
 
 def pixels(record: RunRecord) -> Pixels:
     """The images (N, S, S, 3) that a trial drew, which are kept in one row."""
-    row = np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(drawn(record)["png"]))).convert("RGB"))
-    side = row.shape[0]
-    return row.reshape(side, -1, side, 3).swapaxes(0, 1)
+    found = _tiles(drawn(record)["png"])
+    assert found is not None, "the record drew something"
+    return found
+
+
+@lru_cache(maxsize=32)
+def _tiles(png: str) -> Pixels | None:
+    try:
+        row = np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(png))).convert("RGB"))
+        return row.reshape(side := row.shape[0], -1, side, 3).swapaxes(0, 1)
+    except Exception:  # whatever Pillow says of what is no PNG
+        return None
 
 
 def fid_of(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
