@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from conftest import busy_config
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import sets
 from ddpm_lab.measure.sets import CACHE_DAYS, Instrument, Member, Seat, measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
@@ -93,17 +92,13 @@ def test_a_set_without_a_living_candidate_or_baseline_ends(instrument: Instrumen
 
 
 @pytest.mark.slow
-def test_a_set_that_others_disturb_too_much_ends_after_its_turn(instrument: Instrument) -> None:
-    """As many busy processes as cores; five turns of which one was crowded would count."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(instrument.usable_cores)]
-    try:
-        plan = Plan(turns=4, window_seconds=0.5)
-        assert [len(r.windows) for r in measured(instrument, plan, gives_up=True)] == [1, 1]
-        assert [len(r.windows) for r in measured(instrument, plan)] == [4, 4]
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+def test_a_set_that_cannot_count_any_more_ends_after_its_turn(
+    instrument: Instrument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sets, "crowded", lambda kept, to_come: len(kept) == 2 and to_come == 1)
+    plan = Plan(turns=3, window_steps=2)
+    assert [len(r.windows) for r in measured(instrument, plan, gives_up=True)] == [2, 2]
+    assert [len(r.windows) for r in measured(instrument, plan)] == [3, 3]
 
 
 @pytest.mark.alone
