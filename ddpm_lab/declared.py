@@ -116,11 +116,9 @@ def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     elif origin is typing.Required:
         found = reader(inner[0])
     elif typing.is_typeddict(hint):
-        hints = typing.get_type_hints(hint, include_extras=True)  # its own set of required keys misses quoted ones
-        required = {
-            n for n, kind in hints.items() if typing.get_origin(kind) is typing.Required
-        } | hint.__required_keys__
-        needed = [name for name in hints if name in required]
+        hints, required = typing.get_type_hints(hint, include_extras=True), hint.__required_keys__
+        # What it knows itself leaves out keys whose annotation was quoted.
+        needed = [n for n, kind in hints.items() if n in required or typing.get_origin(kind) is typing.Required]
         found = partial(_described, {name: reader(kind) for name, kind in hints.items()}, needed)
     elif origin in (types.UnionType, typing.Union):
         found = partial(_optional, reader(_present(hint), opt, ", or null for none"))

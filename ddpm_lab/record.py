@@ -359,7 +359,6 @@ class Parts(TypedDict, total=False):
     gradients: Gradients | None
     samples: Samples | None
     fid: Fid | None
-
     ranks: tuple[Seen, ...]
     steps: Count
     losses: Annotated[tuple[float, ...], Opt(least=-1e15, below=1e15)]
@@ -506,10 +505,10 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
     """Whether a set does not count, since other processes took the cores or the GPU of its ranks for too long.
 
     A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
-    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, when another process computes on it. Decided by
-    load, never by time; what is unknown crowds nothing. A crowded turn weighs as long as it took, all sides together:
-    two threads of which one has lost its core may take sixty times as long, and one such turn then is the whole set.
-    Of a set that is still measured, so many turns ``to_come`` are taken to be as short as the shortest.
+    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, when another process computes on it. That is
+    decided by load, never by time; what is unknown crowds nothing. A crowded turn then weighs as long as it took, all
+    sides together: two threads of which one has lost its core may take sixty times as long, and one such turn would be
+    the whole set. Of a set that is still measured, the turns ``to_come`` are taken to be as short as the shortest.
     """
     turns: dict[int, list[tuple[float, float]]] = {}
     for r in records:

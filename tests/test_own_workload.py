@@ -11,11 +11,12 @@ from pathlib import Path
 
 import own_modules
 import pytest
+import records as make
 import setups
 from conftest import Call
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import OWN, OWN_LOADER
+from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.explain.table import plain
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument
@@ -80,6 +81,11 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
             assert (config.work_name, config.data_sha256) == ("mine:make", WHOLE.sha256)
             assert (config.optimizer.clip_norm, config.channels_last) == (None, False)
         assert all("mine:make" in f.name for f in asked.families)
+
+
+def test_its_figures_lie_beside_those_of_the_labs_trainer() -> None:
+    files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
+    assert files == ["03_amp", "03_amp_mine_make"]
 
 
 def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:

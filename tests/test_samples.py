@@ -85,3 +85,5 @@ def test_a_fid_is_never_without_its_count_and_what_is_wrong_with_it_is_told() ->
     assert ["singular" in trained.fid_method([("bf16", one)]) for one in (few, found)] == [True, False]
     assert "bf16 failed (rank 0 was killed by SIGKILL)" in trained.fid_method([("bf16", failed)])
     assert trained.drawn(replace(trial, quality=None)) == {}
+    no_png = {**trained.drawn(trial), "png": "bm8gUE5H"}
+    assert trained.drawn(replace(trial, quality={**(trial.quality or {}), "samples": no_png})) == {}, "no image"

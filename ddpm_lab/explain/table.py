@@ -117,9 +117,11 @@ def html(rows: Table) -> str:
 
     def cell(name: str, value: str) -> str:
         if name not in right:
-            return f'<td style="text-align: left">{escape(value)}</td>'
-        # The interval goes below its value, so that a table of ten columns fits a page.
-        text = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', escape(value))
+            wide = "; min-width: 9em" if len(value) > 30 else ""
+            return f'<td style="text-align: left{wide}">{escape(value)}</td>'
+        # The interval goes below its value, and words below both, so that a table of ten columns fits a page.
+        text = re.sub(r" (\(.*?\))(?:, (.*))?$", r'<br><span class="interval">\1</span><br>\2', escape(value))
+        text = text.removesuffix("<br>")
         return f'<td style="text-align: right; white-space: nowrap">{text}</td>'
 
     sides = {name: "right" if name in right else "left" for name in rows[0]}

@@ -53,7 +53,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
 PF_EXITING = 4
-WORKER_TOLD_SECONDS = 0.5
+WORKER_TOLD_SECONDS = 0.5  # in which the signal of a loader worker's death comes after what broke by it
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 

@@ -338,10 +338,17 @@ class _Set:
     """One set of one family while it is measured; the first member is the baseline."""
 
     def __init__(
-        self, instrument: Instrument, members: Sequence[Member], plan: Plan, where: dict[str, str], turns: Turns | None
+        self,
+        instrument: Instrument,
+        members: Sequence[Member],
+        plan: Plan,
+        where: dict[str, Any],
+        *,
+        turns: Turns | None = None,
+        gives_up: bool = False,
     ) -> None:
-        self.instrument, self.plan, self.where, self.turns = instrument, plan, where, turns
-        self.gives_up = False
+        self.instrument, self.plan, self.where = instrument, plan, where
+        self.turns, self.gives_up = turns, gives_up
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
@@ -404,7 +411,7 @@ class _Set:
                     return
             kept = [self.record(s) for s in self.seats if not s.failure] if self.gives_up else []
             if crowded(kept, to_come=turns - turn - 1):
-                return  # whatever the rest reads, this set does not count
+                return  # it is measured again anyway
 
     def baseline_lost(self) -> list[Seat]:
         """The seats to blame where nothing of this set can be compared."""
@@ -458,7 +465,8 @@ class _Set:
             ranks=tuple(seat.ranks),
             windows=tuple(windows),
             witness={"ranks": seat.witness, **detail},
-            **{**self.where, **found},
+            **self.where,
+            **found,
         )
 
 
@@ -477,8 +485,7 @@ def measure_set(
     the turns of a plan that has none; ``where`` are the experiment and the family. With ``gives_up`` a set ends when
     others have disturbed it so much that it cannot count.
     """
-    run = _Set(instrument, members, plan, where, turns)
-    run.gives_up = gives_up
+    run = _Set(instrument, members, plan, where, turns=turns, gives_up=gives_up)
     try:
         try:
             run.together()
@@ -500,7 +507,7 @@ def measure_alone(
     instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
     """One group on its own, which does some ``work``; ``where`` are the experiment and the family."""
-    run = _Set(instrument, [member], plan, where, None)
+    run = _Set(instrument, [member], plan, where)
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:

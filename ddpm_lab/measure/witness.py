@@ -100,7 +100,7 @@ def _of_rank(config: RunConfig, seen: dict[str, Any]) -> list[str]:
 
 
 def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
-    """What did not happen in rank 0 since the user's training calls another model than it is given."""
+    """What did not happen in rank 0, since the user's training calls another model than it is given or stays eager."""
     seen = ranks[0] if config.is_own and ranks else {}
     missing = ["was not compiled"] if config.compile != "off" and seen.get("compile") == "off" else []
     if config.compile != "off" and not missing and seen.get("graphs") == 0:

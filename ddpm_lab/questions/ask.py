@@ -95,8 +95,7 @@ def answer(study: Study) -> Answer:
         return found
     about = entry.about
     named = dataclasses.replace(found.finding, question=about.title)
-    own = next(
-        (f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own), ""
-    )  # beside the lab's figures
+    # Figures of a user's training lie beside those of the lab's.
+    own = "".join(f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own)
     file = about.file + re.sub(r"\W", "_", own)
     return dataclasses.replace(found, finding=named, file=file, trains=about.trains)

@@ -92,12 +92,16 @@ def measure(
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(baseline, tree, against)
         if not quiet:
-            more = f" and {len(changed) - 5} more" * (len(changed) > 5)
-            names = (", ".join(changed[:5]) or "no module") + more
-            say(f"{WORKING_TREE} against {against} ({tree.revision}): {names} changed", error=True)
+            say(f"{WORKING_TREE} against {against} ({tree.revision}): {_few(changed)} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
+
+
+def _few(modules: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    more = f" and {len(modules) - 5} more" * (len(modules) > 5)
+    return (", ".join(modules[:5]) or "no module") + more
 
 
 def _refuse_other_instrument(changed: Sequence[str], against: str) -> None:
