@@ -41,6 +41,7 @@ class Lab:
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
         self.stop_after: int | None = None
+        self.gave_up = set[bool]()  # whether sets may end early
         monkeypatch.setattr(campaign, "measure_set", self.measure_set)
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
         monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
@@ -51,7 +52,7 @@ class Lab:
     def measure_set(
         self, instrument: Instrument, *, plan: Plan, members: list[Member], turns: Any, gives_up: bool, **where: str
     ) -> list[RunRecord]:
-        del gives_up  # its sets are whole
+        self.gave_up.add(gives_up)
         if len(self.sets) == self.stop_after:
             raise KeyboardInterrupt
         assert len(self.sets) < 50, "the campaign never ends"

@@ -324,6 +324,11 @@ def test_a_crowded_set_is_kept_does_not_count_and_is_measured_again(lab: Lab) ->
     assert (look.look or {})["sets"] == quiet
     lab.run(ONE, sets=4, exact=True)
     assert lab.sets == [], "nothing is left to measure"
+    assert lab.gave_up == {True}
+    lab.forget()
+    lab.gave_up.clear()
+    lab.run(ONE, sets=1)
+    assert lab.gave_up == {False}, "where nothing is called, a disturbed set is shown, and so is whole"
 
 
 def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and_fewer_are_none(lab: Lab) -> None:

@@ -1,5 +1,6 @@
 """The recommendation: each step's gain, what is recommended, what comes next, the file of settings, the command."""
 
+import copy
 import json
 import math
 import os
@@ -48,6 +49,17 @@ def of(records: list[Any], *tried: list[Any], **changes: Any) -> Recommendation:
     found = recommendation(planted.study(records, trials=tuple(t for each in tried for t in each), **changes))
     assert found is not None
     return found
+
+
+def test_a_space_whose_start_is_not_its_baseline_recommends_nothing() -> None:
+    """As of a record that somebody edited."""
+    *records, told = planted.searched(gains={"bf16": 1.3})
+    edited = copy.deepcopy(told.space)
+    assert edited is not None
+    for values in edited["settings"].values():
+        values[0][2]["threads"] = 2
+    assert recommendation(planted.study([*records, told])) is not None
+    assert recommendation(planted.study([*records, replace(told, space=edited)])) is None
 
 
 def trials(setting: dict[str, Any], worse: float, base: RunConfig = planted.BASE, **values: Any) -> list[Any]:
