@@ -1,7 +1,9 @@
-"""The examples of trainings of one's own: every step of them runs."""
+"""The examples: every step of them runs."""
 
 import itertools
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from ddpm_lab.training.setting import Own
 from ddpm_lab.workload import RankContext
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-NAMES = sorted(path.stem for path in (CHECKOUT / "examples").glob("*.py"))
+NAMES = ["classifier", "diffusion"]
 
 
 @pytest.mark.slow
@@ -32,3 +34,9 @@ def test_an_example_trains_as_its_label_says(name: str, precision: str, monkeypa
     assert mismatches(config, [{"rank": 0, "device": "cpu", "steps": 3, **training.witness()}]) == []
     if training.made.held_out_loss:
         assert math.isfinite(training.held_out_loss(draws=1)["loss"])
+
+
+@pytest.mark.slow
+def test_the_plain_script_steps() -> None:
+    command = [sys.executable, str(CHECKOUT / "examples" / "script.py"), "--channels-last", "--steps", "2"]
+    assert subprocess.run(command, check=True, timeout=180, capture_output=True).stdout == b""

@@ -67,7 +67,8 @@ def figures(options: argparse.Namespace) -> int:
         return 1 if problems else 0
     files = ledgers(options.ledger, output)
     if options.publish:
-        found = published.publish(files, options.machine, output)
+        if not (found := published.publish(files, options.machine, output)):
+            say("the records are published, and no figure: README.md and docs show none of this machine", error=True)
     else:
         found = published.rebuild(files, options.machine, output, options.bands or DEFAULT)
     rows = [table.values({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]

@@ -108,6 +108,11 @@ class Panel:
     band: tuple[float, float] | None = None
     label: str = ""
 
+    @property
+    def ratios(self) -> bool:
+        """Whether its values are ratios, which have a reference above zero; differences have zero."""
+        return bool(self.reference)
+
 
 def sheet(title: str, context: str, body: float, note: str = "") -> tuple[Figure, SubFigure]:
     """A figure with title, context and note, and the part for panels, ``body`` inches high."""
@@ -260,7 +265,7 @@ def forest(
         figure, axes, _ = row_panels(panels, title, context, note, label, beside=beside)
         for ax, panel in zip(axes, panels, strict=True):
             low, high = _forest_limits([panel] if beside else panels)
-            _forest_axis(ax, low, high, ratios=panel.reference == 1, narrow=beside)
+            _forest_axis(ax, low, high, ratios=panel.ratios, narrow=beside)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=SOFT, lw=1.2, zorder=1)
             if panel.band is not None:
@@ -279,9 +284,9 @@ def _forest_limits(panels: Sequence[Panel]) -> tuple[float, float]:
     points += [v for p in panels for v in ((p.reference,) if p.reference is not None else ()) + (p.band or ())]
     low, high = min(points, default=0.0), max(points, default=1.0)
     ends = [v for r in rows for v in (r.low, r.high) if not math.isnan(v)]
-    reach = max(high - low, 0.15 if panels[0].reference == 1 else 0.0)
+    reach = max(high - low, 0.15 if panels[0].ratios else 0.0)
     least, most = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
-    if panels[0].reference == 1:
+    if panels[0].ratios:
         least = max(least, 0.5 * low)
         if most / least > _LOGARITHMIC:
             return least / 1.15, most * 1.15

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
-from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
-from ddpm_lab.explain.table import literal
 from ddpm_lab.files import CHECKOUT, check_room, replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
@@ -35,8 +33,6 @@ from ddpm_lab.record import LedgerError, RunRecord
 SHOWN = {*every_question(), SEARCH}
 """Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
 FIGURES = Path("image_output", "published")
-BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
-END = "<!-- end of answers -->"
 AGAIN = "run ddpm-lab figures --publish"
 
 
@@ -62,7 +58,7 @@ def rebuild(
 
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
-    """Replace the published records and figures of one machine by these: what the README and ``check`` use."""
+    """Replace the published records of one machine by these, and draw those of its figures that a page shows."""
 
     def select(heads: Sequence[Head]) -> list[Head]:
         shown = set(_shown(heads, machine))
@@ -82,74 +78,41 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     partial.replace(target)
     for old in folder.glob("*.png"):
         old.unlink()
-    drawn = _draw(_studies(Ledger(target).read()[0], output), folder)
-    machines = {
-        path.stem: _studies(records, output) for path in _ledgers(output) if (records := Ledger(path).read()[0])
-    }
-    if (text := _readme(output, machines)) is not None:
-        replace(output / "README.md", text)
-    return drawn
+    return _draw(_studies(Ledger(target).read()[0], output), folder, shown_in_pages(output))
 
 
 def check(output: Path) -> list[str]:
-    """Compare each published figure with what the published records give; returns a sentence for each problem."""
+    """Compare each figure that a page shows with what the published records give; a sentence for each problem."""
     problems: list[str] = []
-    machines: dict[str, list[Study]] = {}
+    wanted, expected = shown_in_pages(output), dict[Path, bytes]()
     for ledger in _ledgers(output):
-        folder = output / FIGURES / ledger.stem
         records, damaged = Ledger(ledger).read()
         problems += map(str, damaged)
-        if not records:
+        if records:
+            expected |= _pictures(_studies(records, output), output / FIGURES / ledger.stem, wanted)
+        else:
             problems.append(f"{ledger} holds no records: delete it, or publish that machine's records again")
-            continue
-        machines[ledger.stem] = _studies(records, output)
-        expected = _pictures(machines[ledger.stem], folder)
-        for path in sorted({*expected, *folder.glob("*.png")}):
-            if path not in expected:
-                problems.append(f"{path} is not made by any record of {ledger.name}: delete it")
-            elif not path.exists():
-                problems.append(f"{path} is missing: {AGAIN}")
-            elif not same_picture(path.read_bytes(), expected[path]):
-                problems.append(f"{path} differs from what {ledger.name} gives: {AGAIN}")
-    if not machines and not problems:
-        return [f"there are no published records in {output / PUBLISHED}"]
-    if (text := _readme(output, machines)) is not None and (output / "README.md").read_text() != text:
-        problems.append(f"{output / 'README.md'} does not say what the published records do: {AGAIN}")
-    return problems
+    for path in sorted({*wanted, *(output / FIGURES).rglob("*.png")}):
+        if path not in wanted:
+            problems.append(f"{path} is shown on no page: delete it, or link to it")
+        elif path not in expected:
+            problems.append(f"{path} is made by no published record: take the link out, or measure it")
+        elif not path.exists():
+            problems.append(f"{path} is missing: {AGAIN}")
+        elif not same_picture(path.read_bytes(), expected[path]):
+            problems.append(f"{path} differs from what the published records give: {AGAIN}")
+    return problems if _ledgers(output) or problems else [f"there are no published records in {output / PUBLISHED}"]
 
 
 def _ledgers(output: Path) -> list[Path]:
     return sorted((output / PUBLISHED).glob("*.jsonl"))
 
 
-def _readme(output: Path, machines: Mapping[str, Sequence[Study]]) -> str | None:
-    """The README with the published answers of one machine; None where it has no place for them.
-
-    It is the machine with most answers, one with a GPU if there is one, and of equals the one measured last.
-    """
-    readme = output / "README.md"
-    before, _, rest = (readme.read_text() if readme.is_file() else "").partition(BEGIN)
-    after = rest.partition(END)[2]
-    if not after or not machines:
-        return None
-
-    def rank(slug: str) -> tuple[bool, int, str]:
-        records = [r for s in machines[slug] for r in s.records]
-        answered = sum(answer(s).finding.status != NOT_MEASURED for s in machines[slug])
-        return any(r.machine.gpus for r in records), answered, max((r.date for r in records), default="")
-
-    folder = (FIGURES / (slug := max(machines, key=rank))).as_posix()
-    every = {s.experiment: answer(s) for s in machines[slug]}
-    shown = {name: a for name, a in every.items() if a.finding.status != NOT_MEASURED} or every
-    first = shown.get(RECOMMENDATION) or next(iter(shown.values()))
-    lines = [f"![{literal(first.finding.headline)}]({folder}/{first.file}.png)", ""]
-    lines += [f"{literal(first.study.hardware)}, {first.study.date} ([every figure]({folder})):", ""]
-    lines += ["| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"]
-    for one in shown.values():
-        cells = (one.finding.headline, one.finding.speed, one.finding.quality.removeprefix("quality "))
-        row = " | ".join(map(literal, cells))
-        lines.append(f"| [{one.finding.question}]({folder}/{one.file}.png) | {row} |")
-    return "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
+def shown_in_pages(output: Path) -> set[Path]:
+    """The published figures that the README and the pages in ``docs/`` show or link to."""
+    pages = [path for path in (output / "README.md", *output.glob("docs/*.md")) if path.is_file()]
+    found = (re.findall(rf"\((?:\.\./)?({FIGURES.as_posix()}/[^)]+\.png)\)", page.read_text()) for page in pages)
+    return {output / path for each in found for path in each}
 
 
 def same_picture(one: bytes, other: bytes) -> bool:
@@ -180,20 +143,24 @@ def _studies(
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
-def _pictures(studies: Sequence[Study], folder: Path) -> dict[Path, bytes]:
-    """Every figure of the answers, by its file in ``folder``."""
+def _pictures(studies: Sequence[Study], folder: Path, wanted: Container[Path] | None = None) -> dict[Path, bytes]:
+    """The figures of the answers by their files in ``folder``: all, or those ``wanted``."""
     found: dict[Path, bytes] = {}
     for shown in map(answer, studies):
-        drawn = [("", shown.figure()), *((f"_{name}", extra) for _, extra, name in shown.figures())]
-        found |= {folder / f"{shown.file}{name}.png": png(figure) for name, figure in drawn}
+        for name, draw in [("", shown.figure), *((f"_{v.name}", v.figure) for v in shown.views if v.figure)]:
+            path = folder / f"{shown.file}{name}.png"
+            if (wanted is None or path in wanted) and (figure := draw()) is not None:
+                found[path] = png(figure)
     return found
 
 
-def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
+def _draw(studies: Sequence[Study], folder: Path, wanted: Container[Path] | None = None) -> list[tuple[Path, Finding]]:
     check_room(folder)
-    for path, picture in _pictures(studies, folder).items():
+    pictures = _pictures(studies, folder, wanted)
+    for path, picture in pictures.items():
         replace(path, picture)
-    return [(folder / f"{shown.file}.png", shown.finding) for shown in map(answer, studies)]
+    files = ((folder / f"{shown.file}.png", shown.finding) for shown in map(answer, studies))
+    return [(path, finding) for path, finding in files if path in pictures]
 
 
 # --- what may be published -------------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""The numbers of the README, derived again from the published records without the lab's own statistics."""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+README = (CHECKOUT / "README.md").read_text()
+HERE = "amd-epyc-family-26-model-2-2-cores-no-gpu"
+ROWS = {
+    "bf16 in place of fp32": ("amp", "tiny, batch 8, 1 rank", "bf16"),
+    "fp32 in place of bf16": ("peers", "seed, batch 32, one lever at a time", "fp32"),
+    "torch's kernels in place": ("peers", "seed, batch 32, one lever at a time", "eager kernels"),
+    "2 processes in place of 1": ("multi_gpu", "tiny, batch 16", "2 ranks"),
+    "2 loader workers": ("workers", "training, tiny, batch 8, fp32", "2 workers"),
+    "torch.compile, of": ("torch_compile", "tiny, batch 8, 1 rank, bf16", "compiled"),
+    "this trainer in place of the published code": ("peers", "seed, batch 32", "the published code"),
+    "this trainer in place of denoising-diffusion-pytorch": ("peers", "seed, batch 32", "denoising-diffusion-pytorch"),
+    "this trainer in place of diffusers |": ("peers", "seed, batch 32", "diffusers"),
+    "this trainer in place of diffusers, tuned": ("peers", "seed, batch 32", "diffusers, tuned"),
+}
+
+
+def records(machine: str) -> list[dict[str, Any]]:
+    ledger = CHECKOUT / "trace_output" / "published" / f"{machine}.jsonl"
+    return [json.loads(line) for line in ledger.read_text().splitlines()]
+
+
+def sets_of(experiment: str, family: str, label: str, machine: str = HERE) -> Iterator[float]:
+    """Log of the speed of one label relative to the baseline and its repeat, in each quiet set."""
+    sets: dict[str, dict[str, dict[str, dict[int, float]]]] = defaultdict(lambda: defaultdict(dict))
+    others: dict[str, list[float]] = defaultdict(list)
+    for record in records(machine):
+        if (record["experiment"], record["family"]) == (experiment, family):
+            seconds = {w["turn"]: w["seconds"] / w["images"] for w in record["windows"]}
+            others[record["set_id"]] += [w["others_cores"] for w in record["windows"]]
+            sets[record["set_id"]][record["role"]][record["label"]] = seconds
+    for name, found in sets.items():
+        if (theirs := found["candidate"].get(label)) and np.mean(others[name]) < 0.5:
+            (base,), (twin,) = found["baseline"].values(), found["twin"].values()
+            yield float(np.mean([math.log(base[t] * twin[t]) / 2 - math.log(theirs[t]) for t in theirs]))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_number_of_the_readme_is_what_the_records_give(row: str) -> None:
+    """Ratio and sets exactly; the interval, which other comparisons of the machine moderate, beside Student's t."""
+    (line,) = [line for line in README.splitlines() if row in line]
+    found = re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\), (\d+) sets", line)
+    assert found
+    ratio, low, high = map(float, found.groups()[:3])
+    sign = -1 if row.startswith("this trainer") else 1
+    sets = [sign * value for value in sets_of(*ROWS[row])]
+    assert len(sets) == int(found[4])
+    assert f"{math.exp(np.mean(sets)):.{len(found[1]) - 2}f}" == found[1]
+    assert low <= ratio <= high
+    width = stats.sem(sets) * stats.t.ppf(0.975, len(sets) - 1)
+    assert 0.4 < math.log(high / low) / 2 / width < 2.5, f"plain interval: {math.exp(width) - 1:.1%}"
+
+
+def test_every_ratio_of_the_readme_is_derived_here() -> None:
+    assert len(re.findall(r"\d \([\d.]+ to [\d.]+\), \d+ sets", README)) == len(ROWS)
+
+
+def test_timed_once_is_off_by_what_the_readme_says() -> None:
+    """The seven ways of the picture: each repeat's seconds of fp32 over those of bf16."""
+    told: dict[int, dict[str, list[float]]] = defaultdict(dict)
+    for record in records("amd-epyc-family-25-model-1-2-cores-no-gpu"):
+        if record["role"] == "wrong" and record["label"] in ("fp32", "bf16"):
+            ways, begun = record["profile"]["wrong_ways"], record["stages"]
+            first, runs = ways["fresh"]["step_seconds"], ways["runs"]["seconds"]
+            process = begun["start"] + begun["build"] + sum(first)
+            seconds = [process, first[0], sum(first), ways["bars"]["seconds"], ways["profiled"]["seconds"]]
+            told[record["config"]["seed"]][record["label"]] = [*seconds, min(runs), sum(runs)]
+    ratios = [np.divide(each["fp32"], each["bf16"]) for each in told.values()]
+    assert np.shape(ratios) == (20, 7)
+    sets = list(sets_of("claims", "tiny, batch 8", "bf16", "amd-epyc-family-25-model-1-2-cores-no-gpu"))
+    most = f"looks {np.min(ratios):.2g} to {np.max(ratios):.2g} times as fast as fp32"
+    assert most in README
+    assert f"It is {math.exp(np.mean(sets)):.2f} (" in README
