@@ -128,7 +128,7 @@ def html(rows: Table) -> str:
     head = "".join(f'<th scope="col" style="text-align: {side}">{escape(name)}</th>' for name, side in sides.items())
     body = "".join("<tr>" + "".join(cell(*item) for item in row.items()) + "</tr>\n" for row in rows)
     return (
-        '<div class="scroll" style="overflow-x: auto" tabindex="0" role="region" aria-label="Table of results">'
+        '<div class="scroll" style="overflow-x: auto" tabindex="0" role="group" aria-label="Table of results">'
         f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>"
     )
 

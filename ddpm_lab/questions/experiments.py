@@ -227,6 +227,9 @@ def combination(planned: Planned) -> Planned | None:
     config = planned.experiment.configurations[0]
     workload = config.work_name if config.is_own else None
     family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], workload))
+    named = {(c.workload, c.options) for c in (family.baseline, *dict(family.candidates).values())} if family else set()
+    if named - {(config.workload, config.options)}:  # records may tell of settings, and never name code to run
+        return None
     return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
 
 
