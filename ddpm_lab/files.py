@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,10 +76,17 @@ def check_room(*folders: Path, ledger: Path | None = None) -> None:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there as before or as a whole. Raises OSError, which names it."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a file so that it is there as before or as a whole. Raises OSError, which names it.
+
+    Two processes may write one file, and a link that lies where the new content is gathered is not followed.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):  # of a process that was killed
+            if left == partial or not Path("/proc", left.name.split(".")[-2]).exists():
+                left.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -91,7 +100,7 @@ def read_settings(path: Path, place: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_SETTINGS:
             raise ValueError(f"it is larger than {LARGEST_SETTINGS:,} bytes")
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

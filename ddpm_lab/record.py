@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,6 +34,8 @@ ROLES = (
 STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
 TRIED = ("steps", "losses", "held_out", "weights_sha256")
 """What the quality of a trial that went well says."""
+MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 2_000, 86_400
+"""Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -123,7 +126,7 @@ class Window:
     turn: Count
     position: Count
     start_seconds: Finite
-    seconds: Amount
+    seconds: Annotated[float, Opt(least=1e-9, below=1e9)]
     images: Count
     steps: Annotated[int, Opt(least=1)]
     rank_seconds: Annotated[tuple[float, ...], Opt(above=0)]
@@ -166,6 +169,13 @@ class Held(TypedDict):
     loss: Finite
 
 
+class Work(TypedDict, total=False):
+    """What a step does in operators of one kind."""
+
+    flop: Amount
+    elements: Required[Amount]
+
+
 class Seen(TypedDict, total=False):
     """What is read of a rank's witness: where it ran, what a user's training offers, what a compiler counted."""
 
@@ -173,6 +183,13 @@ class Seen(TypedDict, total=False):
     host: str | None
     parameters: Count
     flop_per_image: Amount | None
+    flop: Amount
+    bytes: Amount
+    work: dict[str, Work]
+    device: str
+    threads: Count
+    threads_wait: dict[str, Any]
+    first_losses: tuple[float, ...]
     device_total_bytes: Amount | None
     offers: tuple[str, ...]
     compiled_frames: Count
@@ -235,7 +252,7 @@ class Budget(TypedDict, total=False):
 class Fresh(TypedDict):
     """The first steps of a process."""
 
-    step_seconds: tuple[float, ...]
+    step_seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
 
 
 class Timed(TypedDict):
@@ -263,7 +280,7 @@ class Phased(Timed, total=False):
 class Runs(TypedDict):
     """Many short runs."""
 
-    seconds: tuple[float, ...]
+    seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
 
 
 class Counted(TypedDict):
@@ -448,9 +465,18 @@ class RunRecord:
         check_schema(values)
         values = {k: v for k, v in values.items() if k != "run_id"}
         found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
-        lacks = [name for name in TRIED if name not in (found.quality or ())]
-        if (found.role, found.status) == ("quality", "ok") and lacks:
-            raise ValueError(f"quality.{lacks[0]} is missing")
+        for role, part, needed in (("quality", "quality", TRIED), ("look", "look", ("sets", "log_ratios"))):
+            lacks = [name for name in needed if name not in (values.get(part) or ())]
+            if (found.role, found.status) == (role, "ok") and lacks:
+                raise ValueError(f"{part}.{lacks[0]} is missing")
+        if math.prod(map(len, (found.space or {"settings": {}})["settings"].values())) > MOST_COMBINATIONS:
+            raise ValueError(f"space has more than {MOST_COMBINATIONS:,} combinations")
+        names = {"experiment": found.experiment, "family": found.family, "label": found.label}
+        texts = {**names, "machine": found.machine.name}
+        if long := [name for name, text in texts.items() if len(text) > LONGEST_NAME]:
+            raise ValueError(f"{long[0]} is longer than {LONGEST_NAME:,} characters")
+        if moment(found.date) > time.time() + A_DAY:
+            raise ValueError(f"date is {found.date!r}, which is to come")
         ranks = found.config.world_size
         if not found.config.command and any(len(w.rank_seconds) != ranks for w in found.windows):
             raise ValueError(f"windows.rank_seconds: give one for each of {ranks} ranks")

@@ -1,11 +1,13 @@
 """The ledger: what is written is read again, and no accident costs more than the line it hit."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "quality.gradients.steps is missing": {"quality": {"gradients": {"precision": "bf16", "loss": "l2"}}},
     "quality.fid.images is -1": {"quality": {"fid": {"images": -1, "steps": 5, "inception_sha256": "ab"}}},
     "look.log_ratios.x[0] is 1000000000.0": {"look": {"sets": [], "log_ratios": {"x": [1e9]}}},
+    "look.sets is missing": {"role": "look", "look": {"log_ratios": {}}},
+    "profile.wrong_ways.runs.seconds[0] is 0": {"profile": {"wrong_ways": {"runs": {"seconds": [0]}}}},
+    "witness.ranks[0].flop is 'x'": {"witness": {"ranks": [{"flop": "x"}]}},
+    "witness.ranks[0].work.conv.elements is missing": {"witness": {"ranks": [{"work": {"conv": {}}}]}},
+    "label is longer than 2,000": {"label": "x" * 2_001},
+    "space has more than 20,000": {
+        "space": {"settings": {str(i): [["a", "b", {}]] * 4 for i in range(8)}, "guess": [], "left_out": []}
+    },
     "windows.rank_seconds: give one for each of 2": {"config": RunConfig(world_size=2, global_batch_size=32).as_dict()},
 }
 
@@ -96,6 +106,15 @@ PARTS: dict[str, dict[str, Any]] = {
 def test_parts_that_an_answer_reads_are_there_and_within_their_limits(words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         RunRecord.from_dict(some_records()[0].as_dict() | PARTS[words])
+
+
+def test_records_to_come_are_set_aside() -> None:
+    """Otherwise one with a wrong clock would decide every later answer."""
+    values = some_records()[0].as_dict()
+    for days, refusal in ((0.9, contextlib.nullcontext()), (1.1, pytest.raises(ValueError, match="is to come"))):
+        date = datetime.now(UTC) + timedelta(days=days)
+        with refusal:
+            RunRecord.from_dict(values | {"environment": values["environment"] | {"date": date.isoformat()}})
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1])

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import planted_search as planted
@@ -24,11 +25,12 @@ import records as make
 from conftest import Call, alive
 from matplotlib.text import Text
 
-from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
+from ddpm_lab.config import DDPM, LOADER_ALONE, OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
+from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
@@ -308,6 +310,25 @@ def test_what_may_be_recommended_is_combined_as_far_as_it_can_be() -> None:
     found = combination(study(amp(), memory(), workers, harm=0.0))
     assert found is not None
     assert (found.baseline, *found.candidates) == (RunConfig(), (ALL, ALL_KEPT))
+
+
+def test_no_record_names_code_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured together are settings: the training is the one that was asked for."""
+    for make_it, expected in (("", True), ("evil:make", False)):
+        options = (("make", make_it),) if make_it else ()
+        base = RunConfig(workload=OWN if make_it else DDPM, options=options)
+        steps = {"bf16": (replace(base, precision="bf16"), 1.5)}
+        kept = {"kept": (replace(base, freed_memory="kept"), 1.2)}
+        records = [
+            make.sets(steps, baseline=base, experiment="amp"),
+            make.sets(kept, baseline=base, experiment="memory", family="memory"),
+        ]
+        found = study(*records, harm=0.0)
+        monkeypatch.setattr(experiments, "_stored", lambda *_, found=found: found)
+        asked = SimpleNamespace(
+            experiment=SimpleNamespace(configurations=(RunConfig(),)), output=None, cohort=("",), renewed=bool
+        )
+        assert bool(experiments.combination(cast(Any, asked))) is expected
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ _FIXED: Any = {
     "legend.fontsize": SMALL,
     "lines.solid_capstyle": "butt",
     "text.color": INK,
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "xtick.color": SOFT,
     "ytick.color": INK,
     "xtick.labelsize": SMALL,

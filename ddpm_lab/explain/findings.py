@@ -257,7 +257,7 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
         return f"{command}{' --data DATA' * study.own_images}"
     offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
     give = "" if "held_out_loss" in offers else "a held_out_loss and then "
-    return f"{give}{command} --workload {config.work_name}"
+    return f"{give}{command} --workload {shlex.quote(config.work_name)}"
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
@@ -343,7 +343,7 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
     words = ["ddpm-lab", "run", row.experiment]
     if config.is_own:
-        words += ["--workload", config.work_name]
+        words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != "tiny":
         words += ["--network", config.network]
     words += ["--data", "DATA"] * (own_images and not config.is_own)

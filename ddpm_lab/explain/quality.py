@@ -199,10 +199,10 @@ def _behind(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: float) -> float:
 
     Below 0 for a loss that is less: so much earlier the other one had the baseline's.
     """
-    if math.isnan(loss):
-        return math.nan
     side = [pair[loss < 0] for pair in pairs]
-    images, _ = curve(side[0])
+    images, _ = curve(side[0]) if side else ((0,), ())
+    if math.isnan(loss) or not images[-1]:
+        return math.nan
     losses = np.mean([np.interp(images, *curve(r)) for r in side], axis=0)
     above = np.flatnonzero(losses >= losses[-1] + abs(loss))
     if not len(above):

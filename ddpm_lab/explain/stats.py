@@ -124,7 +124,7 @@ def steadied(variance: float, df: float, spread: Spread | None) -> tuple[float, 
     """
     from scipy import special
 
-    if spread is None or special.fdtrc(df, spread.df, variance / spread.variance) < 1 - LEVEL:
+    if spread is None or not spread.variance or special.fdtrc(df, spread.df, variance / spread.variance) < 1 - LEVEL:
         return variance, 0.0
     return (spread.df * spread.variance + df * variance) / (spread.df + df), spread.df
 
@@ -160,8 +160,8 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
 
 
 def exp(log: float) -> float:
-    """The exponential, infinite where no float holds it."""
-    return math.inf if log > 709 else math.exp(log)
+    """The exponential, held to what can be divided by and drawn: no ratio of seconds is beyond 1e130."""
+    return math.exp(min(max(log, -300.0), 300.0))
 
 
 def _finite(logs: npt.ArrayLike) -> Array:

@@ -122,7 +122,7 @@ def table(study: Study) -> Table:
 
 # --- faults: what each wrong way reads, beside what the sets say ------------------------------------------------------
 
-ROWS = tomllib.loads((Path(__file__).parent / "claims.toml").read_text())
+ROWS = tomllib.loads((Path(__file__).parent / "claims.toml").read_text(encoding="utf-8"))
 DRAWN = 1800  # steps that a run of six is drawn as, 300 times over
 
 
@@ -283,9 +283,9 @@ def _other_numbers(found: Records) -> dict[str, Reading]:
         read["unequal"] = _against(found.faster("bars", larger.label), larger.ratio)
     if len(bars) > 1:
         read["single"] = Reading(Interval(value=max(bars) / min(bars)), max(bars) / min(bars), 1)
-    halves = [sum(a["seconds"][::2]) / sum(a["seconds"][1::2]) for a in runs]
+    halves = [sum(a["seconds"][::2]) / sum(a["seconds"][1::2]) for a in runs if len(a["seconds"]) > 1]
     refused = [line for lines in found.runs("labelled_two").values() for line in lines]
-    hidden = [answer["same_device"] for answer in found.runs("hidden_devices").values()]
+    hidden = [answer.get("same_device") for answer in found.runs("hidden_devices").values()]
     also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
     also += f"the witness refuses the record: {refused[0]}" if refused else ""
     two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)

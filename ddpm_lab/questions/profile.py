@@ -158,7 +158,7 @@ def _line(window: Mapping[str, Any]) -> Line:
 def budget(record: RunRecord) -> Budget | None:
     """The time budget that a profile record holds, or None."""
     values = (record.profile or {}).get("budget")
-    if not values:
+    if not values or not values["ranks"]:
         return None
     windows = [rank["unsynchronised"] for rank in values["ranks"]]
     lines = [_line(window) for window in windows]
@@ -199,7 +199,7 @@ def _straggler(times: Sequence[float]) -> str:
     """A sentence that names a rank which computes clearly longer than the others; empty without one."""
     rank = times.index(max(times))
     usual = statistics.median([*times[:rank], *times[rank + 1 :]] or [math.inf])
-    if times[rank] <= STRAGGLES * usual:
+    if times[rank] <= STRAGGLES * usual or not usual:
         return ""
     return f"Rank {rank} computes {100 * (times[rank] / usual - 1):.0f} % longer than the median of the others"
 
@@ -217,7 +217,8 @@ def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tup
         ours["backward"] = ours.get("backward", 0.0) + ours.pop("communication", 0.0)
     both = [name for name in ours if name in theirs]
     a, b = (sum(phases[name] for name in both) for phases in (ours, theirs))
-    difference = max((abs(ours[name] / a - theirs[name] / b) for name in both), default=math.nan)
+    shares = [abs(ours[name] / a - theirs[name] / b) for name in both] if a and b else []
+    difference = max(shares, default=math.nan)
     return difference, float(profiled["step_seconds"]) / float(window["step_seconds"])
 
 

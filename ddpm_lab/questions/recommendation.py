@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -411,7 +412,7 @@ def _of_search(found: Recommendation) -> Finding:
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
         return replace(told, status=status)
-    work = f"--workload {base.work_name}" if base.is_own else f"--network {base.network}"
+    work = f"--workload {shlex.quote(base.work_name)}" if base.is_own else f"--network {base.network}"
     judge = f"ddpm-lab recommend --seeds 8 {work} --batch-size {base.global_batch_size}"
     return replace(told, status=status, way_out=judge + " --data DATA" * (where.own_images and not base.is_own))
 

@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,10 @@ def _ledgers(output: Path) -> list[Path]:
 def shown_in_pages(output: Path) -> set[Path]:
     """The published figures that the README and the pages in ``docs/`` show or link to."""
     pages = [path for path in (output / "README.md", *output.glob("docs/*.md")) if path.is_file()]
-    found = (re.findall(rf"\((?:\.\./)?({FIGURES.as_posix()}/[^)]+\.png)\)", page.read_text()) for page in pages)
+    found = (
+        re.findall(rf"\((?:\.\./)?({FIGURES.as_posix()}/[^)]+\.png)\)", page.read_text(encoding="utf-8"))
+        for page in pages
+    )
     return {output / path for each in found for path in each}
 
 
@@ -123,9 +127,13 @@ def same_picture(one: bytes, other: bytes) -> bool:
     """
     if one == other:
         return True
-    pictures = [Image.open(io.BytesIO(b)).convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for b in (one, other)]
-    first, second = (np.asarray(picture, dtype=np.int16) for picture in pictures)
-    return first.shape == second.shape and int(np.abs(first - second).max()) <= 30
+    with suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # what is no picture is another one
+        opened = [Image.open(io.BytesIO(b)) for b in (one, other)]
+        if opened[0].size == opened[1].size:
+            smooth = [picture.convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for picture in opened]
+            first, second = (np.asarray(picture, dtype=np.int16) for picture in smooth)
+            return int(np.abs(first - second).max()) <= 30
+    return False
 
 
 def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
@@ -219,11 +227,18 @@ def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
         values["witness"]["ranks"] = [_witness(seen) for seen in values["witness"]["ranks"]]
     if fid := (values["quality"] or {}).get("fid"):
         values["quality"]["fid"] = {name: value for name, value in fid.items() if name != "reason"}
-    text = json.dumps(values)
     uuids = dict.fromkeys([*record.environment.gpu_uuids, *(rank.device_uuid for rank in record.ranks)])
-    for i, uuid in enumerate(filter(None, uuids)):
-        text = text.replace(f'"{uuid}"', f'"GPU {i}"')
-    return RunRecord.from_dict(json.loads(text))
+    known = {uuid: f"GPU {i}" for i, uuid in enumerate(filter(None, uuids))}
+    return RunRecord.from_dict(_renamed(json.loads(json.dumps(values)), known))
+
+
+def _renamed(value: Any, known: Mapping[str, str]) -> Any:
+    """The same with other texts in place of the ``known`` ones."""
+    if isinstance(value, dict):
+        return {name: _renamed(inner, known) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, known) for inner in value]
+    return known.get(value, value) if isinstance(value, str) else value
 
 
 def _config(values: dict[str, Any]) -> dict[str, Any]:

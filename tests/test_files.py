@@ -1,0 +1,38 @@
+"""How files are written: whole or not at all, by whoever else writes them, and nowhere else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ddpm_lab import files
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ddpm_lab.files import replace
+path, letter = Path(sys.argv[1]), sys.argv[2].encode()
+for _ in range(100):
+    replace(path, letter * 200_000)
+    content = path.read_bytes()
+    assert len(content) == 200_000 and len(set(content)) == 1
+"""
+
+
+def test_two_processes_write_one_file_whole(tmp_path: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "a"), letter]) for letter in "xy"]
+    assert [process.wait(180) for process in both] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "results"
+    folder.mkdir()
+    victim.write_text("mine")
+    (folder / f"a.png.{os.getpid()}.partial").symlink_to(victim)
+    (folder / f"a.png.{2**22 + 1}.partial").write_text("left")  # beyond the largest process id
+    (folder / f"a.png.{os.getppid()}.partial").write_text("of one that still writes")
+    files.replace(folder / "a.png", b"new")
+    assert victim.read_text() == "mine"
+    assert {path.name for path in folder.iterdir()} == {"a.png", f"a.png.{os.getppid()}.partial"}
