@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ddpm_lab import files
 
-
 WRITER = """
 import sys
 from pathlib import Path

@@ -372,14 +372,14 @@ def pair_figure(study: Study) -> Figure | None:
     if not rows:
         return None
     every = sorted(v for row in rows for v in row.dots)
-    ends = " to ".join(map(phrases.significant, (every[0], every[-1])))
+    ends = " to ".join(phrases.significant(value, 2) for value in (every[0], every[-1]))
     rows.append(drawn(pair, "in turns: a dot for each set"))
     return forest(
         [Panel(rows=rows, reference=pair.ratio.value)],
-        title=f"Timed once, {pair.label} looks {ends} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
+        title=f"One timing says {pair.label} is {ends} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
         context=f"{phrases.context(study)}{charts.SEPARATOR}{pair.family}",
-        note=f"Small dots: {max(len(row.dots) for row in rows[:-1])} repeats of each way, in fresh processes; "
-        "text: least and most. Large dots: geometric means. Last row: the ratio with its 95 % interval.",
+        note=f"A small dot is one timing, in fresh processes, {max(len(row.dots) for row in rows[:-1])} of each way; "
+        "at the right the least and the most. Large dots: geometric means. Last row: this lab's ratio, 95 % interval.",
         label=f"speed of {pair.label} relative to fp32",
     )
 
