@@ -148,7 +148,14 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     metadata.type, metadata.size = tarfile.XHDTYPE, 2**30  # which the reader would take into memory whole
     for content in (bytes(header) + bytes(1024), metadata.tobuf() + bytes(2**22)):
         (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
-        refused(tmp_path / "a.tar.gz", tmp_path / "out", r"limit of 1\.0 MiB")
+        refused(tmp_path / "a.tar.gz", tmp_path / "out", r"limit of 1\.0 MiB|without a size")
+    monkeypatch.setattr(archives, "MAX_TAR_MEMBERS", 2)
+    refused(make_tar(tmp_path / "a.tar.gz", dict.fromkeys("abc", b"")), tmp_path / "out", "limit of")
+    back = bytearray(tarfile.TarInfo("b").tobuf(tarfile.GNU_FORMAT))
+    back[124:136] = b"\xff" + (256**11 - 512).to_bytes(11, "big")  # to its own header, again and again
+    back[148:156] = b"%06o\0 " % (sum(back[:148]) + 8 * 32 + sum(back[156:]))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(bytes(back) + bytes(1024)))
+    refused(tmp_path / "a.tar.gz", tmp_path / "out", "damaged|limit of")
     for name in ("data_batch_1", "readme.html"):
         refused(make_tar(tmp_path / "a.tar.gz", {name: bytes(2**22)}), tmp_path / "out", r"limit of 1\.0 MiB")
     bomb = make_7z(tmp_path / "bomb.7z", {"1.png": bytes(2**22)})
@@ -195,6 +202,22 @@ def test_damaged_empty_and_unknown_archives_are_one_sentence(tmp_path: Path, kin
         refused(source, tmp_path / "out", "damaged or incomplete")
     (tmp_path / "a.rar").touch()
     refused(tmp_path / "a.rar", tmp_path / "out", "known kind")
+
+
+def test_prepare_never_empties_a_folder_that_holds_what_it_reads(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    prepare(make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(generate(9))}), dest)
+    (dest / "images" / "notes.txt").write_text("mine")
+    archive = make_tar(dest / "images" / "more.tgz", {"data_batch_1": batch(generate(9))})
+    kept = everything_under(dest)
+    for source, held_out in ((dest / "images", None), (archive, None), (tmp_path / "c.tgz", dest / "images" / "test")):
+        with pytest.raises(DataError, match="lies inside"):
+            prepare(source, dest, image_size=8, held_out=held_out)
+    assert everything_under(dest) == kept
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other" / ".ddpm-lab.lock")
+    with pytest.raises(DataError, match="is no file"):
+        prepare(tmp_path / "c.tgz", tmp_path / "other")
 
 
 def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: Path) -> None:

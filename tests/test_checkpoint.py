@@ -124,7 +124,7 @@ def test_a_file_that_is_cut_off_changed_or_compressed_is_refused(tmp_path: Path,
         path.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(CheckpointError, match="is not used"):
             read(path)
-    path.write_bytes(_bytes({**content, "averages": content["weights"]}))
+    path.write_bytes(_bytes({**content, "averages": {name: t.clone() for name, t in content["weights"].items()}}))
     with pytest.raises(CheckpointError, match="hash"):
         read(path)
     # What is compressed could unpack to any size.
@@ -174,8 +174,34 @@ BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda c: {**c, "more": bytearray(9)}, "asks for"),
     (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
     (_tensor(lambda t: t.to("meta")), "asks for torch"),
-    (lambda c: {**c, (pair := (0, 1), pair): 1}, "tuple twice"),
+    (lambda c: {**c, (pair := (0, 1), pair): 1}, "object twice"),
 ]
+
+
+def test_tricks_with_objects_are_refused_at_once(tmp_path: Path) -> None:
+    """Whatever stands between a tuple and its number, a use of it again, and a change of what reads the file."""
+    text, used = b"\x80\x02X\x01\x00\x00\x00aq\x00", b"h\x01h\x01\x86."
+    tricks = [text + b"h\x00h\x00\x86" + idle + b"q\x01" + used for idle in (b"", b"(0", b"N0", b"Nb", b"(e")]
+    tricks += [b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x04\x00\x00\x00sizeK\x01s\x86b."]
+    for trick in tricks:
+        with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+            file.writestr("a/data.pkl", trick)
+        with pytest.raises(CheckpointError, match=r"object twice|changes objects"):
+            read(tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match="no file"):
+        read(tmp_path / "pipe.pt")
+
+
+def test_shapes_of_lists_are_not_said() -> None:
+    """A list in a list, forty times over, is long to tell."""
+    size: Any = []
+    for _ in range(40):
+        size = [size, size]
+    claim = module._Claim(("storage", "float32", "0", "cpu", 1), 0, size, (1,), False, {})
+    shapes = {"stem.weight": torch.Size([1])}
+    with pytest.raises(CheckpointError, match="no plain tensor"):
+        module._tensors("weights", {"stem.weight": claim}, shapes, "tiny", lambda _: io.BytesIO())
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from ddpm_lab.data.folder import SUFFIXES, DataError, Progress, paced
 ARCHIVE_SUFFIXES = (".7z", ".tar.gz", ".tgz")
 MAX_FILES = 1_000_000
 MAX_TOTAL_BYTES = 16 * 2**30
-MAX_TAR_BYTES = 512 * 2**20  # cifar-10-python.tar.gz holds 186 MB
+MAX_TAR_BYTES, MAX_TAR_MEMBERS = 512 * 2**20, 1_000  # cifar-10-python.tar.gz holds 186 MB in 9 members
 CIFAR_SIDE = 32
 _BATCH = re.compile(r"(?:data_batch_[0-9]+|test_batch)")
 _MULTIARRAY = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
@@ -145,11 +145,14 @@ def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
         content = stream.read(MAX_TAR_BYTES + 1)
     if len(content) > MAX_TAR_BYTES:
         raise too_large
-    batches = []
+    batches, total = [], 0
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        for member in tar:
+        for count, member in enumerate(tar):
             _check_member(source, member.name, member.isfile() or member.isdir())
-            if member.size > MAX_TAR_BYTES:  # a sparse file may claim any size
+            total += member.size
+            if member.size < 0 or member.issparse():  # either may claim anything, and some readers go round in circles
+                raise ValueError("a member without a size of its own")
+            if total > MAX_TAR_BYTES or count >= MAX_TAR_MEMBERS:
                 raise too_large
             name = PurePosixPath(member.name).name
             if member.isfile() and _BATCH.fullmatch(name):
@@ -160,20 +163,29 @@ def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
             yield name, file.read()
 
 
-def refuse_tricks(content: bytes) -> None:
-    """Raise RefusedPickleError for a pickle that would take memory or time out of all proportion to its size."""
-    tuples, last, kept = set[object](), "", 0
+_PLAIN = ("UNICODE", "STRING", "BYTES", "GLOBAL")
+"""Parts of names of opcodes that make what may be used again."""
+
+
+def refuse_tricks(content: bytes, *without: str) -> None:
+    """Raise RefusedPickleError for a pickle that would take memory or time out of all proportion to its size.
+
+    ``without`` are opcodes that its kind of file has no use for.
+    """
+    plain, last = dict[int, bool](), ""  # of what is numbered, whether it is text, bytes or a name
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name == "MEMOIZE" or name.endswith("PUT"):
             # The memo is an array as long as the largest number asks for: one opcode could fill the memory.
             if isinstance(argument, int) and argument > len(content):
                 raise RefusedPickleError(f"numbers an object {argument:,}, a trick to fill the memory")
-            (tuples.add if "TUPLE" in last else tuples.discard)(kept if argument is None else argument)
-            kept += 1
+            number = argument if isinstance(argument, int) else len(plain)
+            plain[number] = any(part in last for part in _PLAIN)
         # A tuple's hash is computed from its parts' each time: one in another, twice, and so on, doubles each time.
-        elif name == "DUP" or (name.endswith("GET") and argument in tuples):
-            raise RefusedPickleError("uses a tuple twice, a trick to take for ever")
+        elif name == "DUP" or (name.endswith("GET") and not plain.get(int(argument or 0), False)):
+            raise RefusedPickleError("uses an object twice, a trick to take for ever")
+        elif name in without:
+            raise RefusedPickleError("changes objects, for which it has no use")
         last = name
 
 
@@ -206,7 +218,8 @@ class _Array:
         _version, (rows, columns), dtype, fortran_order, content = self.state
         if not isinstance(dtype, _Array) or dtype.arguments[:1] not in (("u1",), (b"u1",)) or fortran_order:
             raise ValueError("the data of a batch is not a uint8 array")
-        if columns != 3 * CIFAR_SIDE**2 or not isinstance(content, bytes) or len(content) != rows * columns:
+        whole = type(rows) is int and columns == 3 * CIFAR_SIDE**2
+        if not whole or not isinstance(content, bytes) or len(content) != rows * columns:
             raise ValueError("the data of a batch is not whole rows of 3072 bytes")
         return np.frombuffer(content, np.uint8)
 

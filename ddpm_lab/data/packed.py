@@ -279,9 +279,13 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
 def _check_dest(job: _Job, dest: Path) -> None:
     """Refuse a destination that would write into the user's own files."""
     resolved = dest.resolve()
-    for folder in (job.source if job.kind == "folder" else None, job.held_out):
-        if folder is not None and resolved.is_relative_to(folder.resolve()):
-            raise DataError(f"{dest} lies inside the image folder {folder}, which is never written to; choose another")
+    for given in (job.source if job.kind != "synthetic" else None, job.held_out):
+        if given is not None and resolved.is_relative_to(given.resolve()):
+            raise DataError(f"{dest} lies inside the image folder {given}, which is never written to; choose another")
+        if given is not None and given.resolve().is_relative_to(resolved):
+            raise DataError(f"{given} lies inside {dest}, which is emptied before it is prepared; choose another")
+    if (dest / LOCK).exists() and not (dest / LOCK).is_file():
+        raise DataError(f"{dest / LOCK} is no file; choose another folder")
     # One look at the names: another process that prepares the same folder makes its lock before anything else.
     names = {path.name for path in dest.iterdir()} if dest.exists() else set()
     if names and LOCK not in names:

@@ -67,11 +67,13 @@ def library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    asked = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise Unsupported(f"kernels 'fused' need a C++ compiler, and {compiler} --version fails: use g++ (CXX=g++)")
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
     flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name in withheld())]
     known = (platform.machine(), processor(), *sorted(instructions()))
-    text = "\n".join([SOURCE.read_text(), version, *flags, *known])
+    text = "\n".join([SOURCE.read_text(encoding="utf-8"), asked.stdout, *flags, *known])
     path = _folder() / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         _compile([compiler, *flags], path)
@@ -101,7 +103,7 @@ def library() -> ctypes.CDLL:
 
 def _folder() -> Path:
     """Where compiled kernels are kept: the user's cache, or, where that cannot be written, a folder of this user's."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - never raises
     for folder in (cache / "ddpm_lab", Path("/tmp") / f"ddpm_lab-{os.getuid()}"):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
