@@ -31,6 +31,8 @@ NOT_IN_FILES = ("purpose", "workload", "options")
 
 def expanded(path: str | Path) -> Path:
     """A path of the user's, with ``~`` as a home folder. Raises ConfigError for none, or an unknown user's."""
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"{path!r} is given as a path: give text")
     if path == "":
         raise ConfigError("a path is empty, as of a variable that is not set: give one")
     try:

@@ -92,6 +92,16 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
+def multiplying_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are chosen as on a processor that multiplies bf16, whatever this one does."""
+    from ddpm_lab.questions import probe  # noqa: PLC0415 - after the number of threads is set
+    from ddpm_lab.training import setting  # noqa: PLC0415
+
+    for module in (probe, setting):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+
+
+@pytest.fixture
 def never_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Makes a context in which the host fails when it waits for the GPU."""
     import torch  # noqa: PLC0415 - after the number of threads is set

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from conftest import Call
 from ddpm_lab import __version__, cli
 from ddpm_lab.__main__ import GROUPS, _parser
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import COMMAND, RunConfig
 from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
@@ -133,6 +134,17 @@ REFUSED = {
     "benchmark --loader-workers 9": ["loader_workers is 9"],
     "benchmark --machine here": ["--ledger"],
     "benchmark --ledger none.jsonl": ["none.jsonl"],
+    "run bottleneck --minutes 0 --config GRID.toml": ["--config", "'grid'"],
+    "run bottleneck --minutes 0 --config DATA.toml": ["--config: data is '5'"],
+    "run bottleneck --minutes 0 --config WORK.toml": ["--config", "'workload'"],
+    "run amp --workload __main__:make": ["'__main__'"],
+    "prepare synthetic DEST --image-size 99999": ["99999", "16,384"],
+    "compare WORK.toml GRID.toml": ["WORK.toml holds a command line"],
+    "compare 'python a.py --x=a:b' mine:step --per-step 4": ["python a.py --x=a:b", "two of a kind"],
+    "compare mine:a mine:b --per-step 4": ["--per-step"],
+    "compare mine:a mine:b --gate --markdown none/page.md": ["none/page.md", "--markdown"],
+    "report --notebook LIST.ipynb --output-dir out": ["LIST.ipynb is no notebook"],
+    "report --notebook CELL.ipynb --output-dir out": ["CELL.ipynb is no notebook"],
 }
 
 
@@ -147,10 +159,17 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     for folder in ("TAKEN/trace_output/ledger.jsonl", "FOLDER.jsonl"):
         (tmp_path / folder).mkdir(parents=True)
     tables = {"DEEP": f"a = {'[' * 100_000}", "TIME": "[options]\nq = 07:32:00", "TEXT": 'options = "text"'}
+    tables |= {
+        "GRID": "grid = 1",
+        "DATA": "data = 5",
+        "WORK": f'workload = "{COMMAND}"\n[options]\ncommand = "touch x"',
+    }
+    (tmp_path / "LIST.ipynb").write_text("[]")
+    (tmp_path / "CELL.ipynb").write_text('{"cells": [5], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
     for name, text in (tables | {"DIGITS": f"seed = {'1' * 5000}"}).items():
         (tmp_path / f"{name}.toml").write_text(text)
     for arguments, words in REFUSED.items():
-        given = arguments.split()
+        given = shlex.split(arguments)
         if given[:1] in (["run"], ["figures"], ["recommend"], ["benchmark"]) and "--output-dir" not in given:
             given += ["--output-dir", "out"]
         code, out, err = call(*given)

@@ -22,6 +22,8 @@ from ddpm_lab.training import setting
 from ddpm_lab.training.run_folder import RunFolder
 from ddpm_lab.training.stopping import without_sigterm
 
+pytestmark = pytest.mark.usefixtures("multiplying_bf16")
+
 USUAL = RunConfig(
     workload=TRAINING, purpose="quality", precision="bf16", kernels="fused", freed_memory="kept", global_batch_size=8
 )

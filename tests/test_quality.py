@@ -84,6 +84,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.usefixtures("multiplying_bf16")
 @pytest.mark.parametrize("name", trained())
 def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name: str) -> None:
     """Every configuration that is trained and is more than its baseline with another optimizer, batch or loader."""
@@ -112,6 +113,7 @@ def test_batches_of_every_size_are_trained_on_equal_images() -> None:
     assert images("quality", replace(HERE, preset="full")) == {20_000}
 
 
+@pytest.mark.usefixtures("multiplying_bf16")
 def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
     levers = ask("peers", replace(HERE, network="seed"), parts=["levers"], seeds=2).trials
     alone = [t for t in levers if t.config.workload != TRAINING]

@@ -11,6 +11,8 @@ from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
 from ddpm_lab.training.setting import Setup
 
+pytestmark = pytest.mark.usefixtures("multiplying_bf16")
+
 
 def setup(**changes: Any) -> Setup:
     return setups.setup(**{"preset": "full", "network": "seed", **changes})

@@ -34,7 +34,17 @@ from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import LEDGER, check_room, configuration, expanded, ledgers, output_folder, read_settings
+from ddpm_lab.files import (
+    LEDGER,
+    NOT_IN_FILES,
+    check_room,
+    configuration,
+    expanded,
+    ledgers,
+    output_folder,
+    read_settings,
+    writing,
+)
 from ddpm_lab.measure.process import GroupFolder
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
@@ -222,6 +232,10 @@ def compare(options: argparse.Namespace) -> int:
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
     wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or RESOLUTION
     _check_sides(options, gated=threshold is not None)
+    decides = against is not None or threshold is not None
+    if path := expanded(options.markdown or os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull) if decides else None:
+        with writing(path, option="--markdown, or $GITHUB_STEP_SUMMARY"):
+            path.open("a").close()
     how = given(options, "minutes", "device", "output_dir")
     how |= given(options, "per_step", "optimizer", "as_is")
     how |= {"resolution": wanted, "sets": planning.MOST_SETS if options.sets is None else options.sets}
@@ -243,9 +257,12 @@ def compare(options: argparse.Namespace) -> int:
             said = {**asdict(judged), "threshold": threshold, "exit_code": code}
             values, lines = {**values, "gate": said}, [*lines, judged.sentence]
     tell(options, values, lines)
-    if page and (path := options.markdown or os.environ.get("GITHUB_STEP_SUMMARY")):
-        with expanded(path).open("a") as file:
-            file.write(page)
+    if page and path:
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(page)
+        except OSError as error:  # the decision stands
+            say(f"the decision was not written to {path}: {error.strerror}", error=True)
     _track(tracker, () if isinstance(measured, gate.Outcome) else [measured])
     return code
 
@@ -367,6 +384,11 @@ def _of_file(options: argparse.Namespace) -> dict[str, Any]:
         found.pop(name, None)
     if found.get("nodes") == 1:
         del found["nodes"]
+    declared.known("--config", found, RunConfig)
+    if named := [name for name in NOT_IN_FILES if name in found]:
+        raise ConfigError(f"--config has {named[0]!r}, which no file of settings has: take it out")
+    able = declared.options(RunConfig)
+    found = {name: able[name].checked(value, f"--config: {name}") for name, value in found.items()}
     for place, _ in PARTS:
         if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
             found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)

@@ -209,7 +209,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> None:
     """Print an answer: ``values`` as JSON where that is asked for, else ``lines``."""
-    texts = [json.dumps(values, indent=1)] if options.json else lines
+    texts = [json.dumps(values, indent=1, default=str)] if options.json else lines
     say(*(line for text in texts for line in str(text).split("\n")))
 
 

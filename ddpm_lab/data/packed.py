@@ -29,6 +29,8 @@ SCHEMA = 1
 MANIFEST, IMAGES, FILES = "manifest.json", "images.npy", "files.json"
 LOCK = ".ddpm-lab.lock"  # also marks a folder as ours to rebuild
 UNPACKED, PARTIAL = "images", ".partial"
+LARGEST_SIDE = 16_384
+"""Pixels, as of the setting."""
 SYNTHETIC = "synthetic"
 HELD_OUT_FRACTION, MAX_HELD_OUT = 0.05, 2_500
 
@@ -256,8 +258,10 @@ class _Job:
 
 
 def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> _Job:
-    if image_size < 1:
-        raise DataError(f"image size {image_size} is not a number of pixels; give at least 1")
+    if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
+        raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
+    if type(skip_bad) is not bool:
+        raise DataError(f"skip_bad is {skip_bad!r}: give true or false")
     if str(source) == SYNTHETIC:
         kind, path = "synthetic", Path(SYNTHETIC)
     else:

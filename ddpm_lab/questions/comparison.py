@@ -159,6 +159,11 @@ def measure(
     if scripts.is_command(baseline) and scripts.is_command(candidate):
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
         return cast(Planned, scripts.measure(str(baseline), str(candidate), **how, **limits))
+    for given in (baseline, candidate):
+        if scripts.is_command(given):
+            raise ConfigError(f"{given} is a command line, and the other side is none: give two of a kind")
+    if asked := [name for name in ("per_step", "optimizer", "as_is") if name in limits]:
+        raise ConfigError(f"{asked[0]} is about command lines, such as 'python train.py': leave it out")
     output = output_folder(output_dir)
     one, two = (
         with_images(side(given, place, device), output, quiet)
@@ -194,7 +199,10 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
     text = str(given)
     if text.endswith(".toml"):
         values = {"device": device, **read_settings(path := expanded(text), place)}
-        return configuration(values, f"{place}, {path}")
+        found = configuration(values, f"{place}, {path}")
+        if found.command:
+            raise ConfigError(f"{place}: {path} holds a command line, which is given as {place} itself")
+        return found
     if ":" not in text:
         kinds = "a file of settings that ends in .toml, or two command lines, such as 'python train.py'"
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, {kinds}")

@@ -194,8 +194,9 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
         ]
         if ours.precision == "bf16":  # GPUs without it have neither kernel
             changes += [(f"{name} attention", {"options": (("attention", name),)}) for name in ("flash", "cudnn")]
-    rows = tuple((label, replace(ours, **change)) for label, change in changes)
-    return Family(name=name, baseline=ours, baseline_label="as by default", candidates=rows)
+    rows = ((label, replace(ours, **change)) for label, change in changes)
+    different = tuple(row for row in rows if row[1] != ours)  # fp32 is the default of many processors
+    return Family(name=name, baseline=ours, baseline_label="as by default", candidates=different)
 
 
 def _limits(ours: RunConfig, name: str) -> Family:

@@ -137,7 +137,7 @@ def _values(
     """The parameters of each notebook that runs; what is wrong is refused here, once, rather than in each of them."""
     if given["network"] is not None:
         choice("network", given["network"], NETWORKS)
-    known = {file: papermill.inspect_notebook(file) for file in files}
+    known = {file: papermill.inspect_notebook(file) for file in files if load(file)}
     if (workload := given["workload"]) is not None:
         check_name("profile", workload)
         check_brought(workload, {name: given[name] for name in ("data", "held_out", "network")} | more)
@@ -177,7 +177,7 @@ class _Run:
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 try:
                     page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
-                except (OSError, ValueError):
+                except (ReportError, AttributeError, TypeError, ValueError):
                     executed.unlink(missing_ok=True)
             self.pages[file.stem] = page
         self.index()
@@ -317,8 +317,13 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
 
 
 def load(path: Path) -> Any:
-    """Read a notebook; raises OSError or ValueError if it cannot be read."""
-    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    """Read a notebook. Raises ReportError for a file that is none."""
+    try:
+        found = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+        nbformat.validate(found)
+    except Exception as error:  # as many kinds as a file can be wrong
+        raise ReportError(f"{path} is no notebook: {type(error).__name__}") from error
+    return found
 
 
 def execute(

@@ -233,7 +233,7 @@ def append_new(logs: Sequence[Path], path: Path) -> int:
     May be called while the jobs run, and again. Raises LedgerError, or OSError, if the ledger cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".collecting").open("w") as lock:  # what one process has looked for, another may be adding
+    with (path.parent / ".collecting").open("a") as lock:  # what one process has looked for, another may be adding
         fcntl.flock(lock, fcntl.LOCK_EX)
         held = {_text(r) for r in Ledger(path).read()[0]}
         new: dict[str, RunRecord] = {}
@@ -268,7 +268,7 @@ def compared(runs: Sequence[Summary]) -> list[Summary]:
 
 def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[float]]) -> Summary:
     gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
-    per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
+    per_device = re.sub(r"\bbatch (\d{1,9})\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
     gain, told = dict[str, Any](), f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
     for key, kind in ((name, ""), (per_device, "weak scaling; ")):
         if not gain and (times := alone.get((gpu, key))) and run.epoch_seconds:

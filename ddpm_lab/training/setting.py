@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import sys
@@ -327,7 +328,10 @@ def check_name(question: str, name: object) -> None:
             f"some of {', '.join(FOR_OWN)}"
         )
     find_here()
-    if importlib.util.find_spec(top := module.partition(".")[0]) is None:
+    top, spec = module.partition(".")[0], None
+    with contextlib.suppress(ValueError):  # of __main__, and of a name that begins with a dot
+        spec = importlib.util.find_spec(top)
+    if spec is None:
         raise ConfigError(f"workload {name!r}: there is no module {top!r}; is its folder on the Python path?")
 
 

@@ -272,9 +272,10 @@ class _Run:
                 with contextlib.suppress(GroupFailed):  # all is saved: how the ranks end is of no account
                     group.finish()
         except GroupFailed as failed:
-            where = f"{failed.detail.strip()}\n" if failed.detail else ""
             advice = "; a smaller global_batch_size or more accumulation needs less" if failed.status == "oom" else ""
-            raise self._failed(f"{where}{failed.reason}{advice}") from failed
+            lost = self._failed(f"{failed.reason}{advice}")
+            lost.add_note(failed.detail.strip())  # for --debug
+            raise lost from failed
         saved = self.run.checkpoint(self.step)
         return Outcome(step=self.step, checkpoint=saved, loss=self.loss, held_out_loss=self.held_out)
 
