@@ -329,9 +329,9 @@ def check_name(question: str, name: object) -> None:
         )
     find_here()
     top, spec = module.partition(".")[0], None
-    with contextlib.suppress(ValueError):  # of __main__, and of a name that begins with a dot
+    with contextlib.suppress(ValueError):  # of a name that begins with a dot
         spec = importlib.util.find_spec(top)
-    if spec is None:
+    if spec is None or top == "__main__":
         raise ConfigError(f"workload {name!r}: there is no module {top!r}; is its folder on the Python path?")
 
 
