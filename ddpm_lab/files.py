@@ -133,9 +133,13 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Strings, numbers, booleans and lists of them are written in TOML as in JSON, but for inf and nan."""
+    """Strings, numbers, booleans and lists of them are written in TOML as in JSON, but for inf, nan and DEL.
+
+    What is no Unicode, as in a file's name, TOML cannot hold: a question mark stands for it.
+    """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, float):
         return float.__repr__(value)
-    return json.dumps(NONE if value is None else value, ensure_ascii=False)
+    text = json.dumps(NONE if value is None else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f").encode(errors="replace").decode()
