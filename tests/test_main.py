@@ -143,6 +143,7 @@ REFUSED = {
     "compare 'python a.py --x=a:b' mine:step --per-step 4": ["python a.py --x=a:b", "two of a kind"],
     "compare mine:a mine:b --per-step 4": ["--per-step"],
     "compare mine:a mine:b --gate --markdown none/page.md": ["none/page.md", "--markdown"],
+    "figures --check --ledger LEDGER": ["--check", "--ledger"],
     "report --notebook LIST.ipynb --output-dir out": ["LIST.ipynb is no notebook"],
     "report --notebook CELL.ipynb --output-dir out": ["CELL.ipynb is no notebook"],
 }

@@ -193,7 +193,7 @@ def refuse_others(options: argparse.Namespace, *able: str, why: str) -> None:
     """Raise ConfigError for an option that is not among those that have an effect, as ``why`` says."""
     for action in options.parser._actions:
         if action.dest in options and action.dest not in (*able, "debug"):
-            raise ConfigError(f"{why}, and {action.option_strings[-1]} is about measuring: leave it out")
+            raise ConfigError(f"{why}, and {action.option_strings[-1]} has no effect there: leave it out")
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

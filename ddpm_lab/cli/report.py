@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, asked, given, reads, tell
+from ddpm_lab.cli.options import COMMON, Command, asked, given, reads, refuse_others, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT
@@ -60,6 +60,7 @@ def figures(options: argparse.Namespace) -> int:
 
     output = output_folder(options.output_dir)
     if options.check:
+        refuse_others(options, "check", "output_dir", why="--check reads what is published")
         problems = published.check(output)
         say(*(f"ddpm-lab: {problem}" for problem in problems), error=True)
         if not problems:
