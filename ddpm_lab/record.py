@@ -34,7 +34,7 @@ ROLES = (
 STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
 TRIED = ("steps", "losses", "held_out", "weights_sha256")
 """What the quality of a trial that went well says."""
-MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 2_000, 86_400
+MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
 """Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""

@@ -158,3 +158,10 @@ def test_lines_and_their_intervals_are_where_the_numbers_are() -> None:
     assert {(1, 0.9), (4, 1.8), (1, 1.1), (4, 2.2)} <= corners
     assert ax.get_ylim()[0] == 0
     assert ax.get_xticks().tolist() == [1, 2, 4]
+
+
+def test_a_text_as_long_as_a_book_is_cut() -> None:
+    """As of a command line that a record names: laying out all of it takes a minute."""
+    rows = [replace(ROWS[0], name="x" * 200_000, text="$\\foo$ " * 9_000)]
+    figure = forest([replace(PANEL, rows=rows)], **{**TEXT, "context": "y" * 200_000})
+    assert all(len(text.get_text()) < 2_000 for ax in figure.axes for text in ax.texts)

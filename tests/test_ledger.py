@@ -94,7 +94,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "profile.wrong_ways.runs.seconds[0] is 0": {"profile": {"wrong_ways": {"runs": {"seconds": [0]}}}},
     "witness.ranks[0].flop is 'x'": {"witness": {"ranks": [{"flop": "x"}]}},
     "witness.ranks[0].work.conv.elements is missing": {"witness": {"ranks": [{"work": {"conv": {}}}]}},
-    "label is longer than 2,000": {"label": "x" * 2_001},
+    "label is longer than 200,000": {"label": "x" * 200_001},
     "space has more than 20,000": {
         "space": {"settings": {str(i): [["a", "b", {}]] * 4 for i in range(8)}, "guess": [], "left_out": []}
     },

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from itertools import pairwise
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -38,8 +38,8 @@ SERIES = ("#117733", "#882255", "#44aa99", "#aa4499", "#999933", "#332288", "#88
 SEPARATOR = " \N{MIDDLE DOT} "
 MARKERS = "osD^vPX*"
 WIDTH, DPI, SMALL = 9.0, 150, 9.0
-NAME = 33
-"""Characters in a line of a row's name."""
+NAME, LONGEST = 33, 1_000
+"""Characters in a line of a row's name, and in all of a text."""
 _FIXED: Any = {
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],  # comes with Matplotlib, so every machine has it
@@ -67,6 +67,11 @@ _FIXED: Any = {
     "ytick.labelsize": SMALL,
     "ytick.major.size": 0,
 }
+
+
+def fill(text: str, width: int) -> str:
+    """Text in lines of ``width`` characters; what is longer than a page, as a command line may be, is cut."""
+    return textwrap.fill(text if len(text) <= LONGEST else f"{text[:LONGEST]} ...", width)
 
 
 @contextmanager

@@ -97,5 +97,5 @@ def answer(study: Study) -> Answer:
     named = dataclasses.replace(found.finding, question=about.title)
     # Figures of a user's training lie beside those of the lab's.
     own = "".join(f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own)
-    file = about.file + re.sub(r"\W", "_", own)[:60]
+    file = about.file + re.sub(r"\W", "_", own)[:60]  # of up to four bytes each
     return dataclasses.replace(found, finding=named, file=file, trains=about.trains)

@@ -38,7 +38,7 @@ from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_pair
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import find_here, usual_device
 
-NAME_CHARACTERS = 120
+NAME_BYTES = 120
 
 Side = str | Path | RunConfig | Callable[..., Any]
 
@@ -182,8 +182,8 @@ def answer(measured: Planned) -> ComparisonResult:
     """What the records say, with a figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]
-    name = "_".join("".join(c if c.isalnum() else "-" for c in family.name)[:NAME_CHARACTERS].split("-against-"))
-    figure = measured.output / "image_output" / f"compare_{name}.png"
+    plain = "".join(c if c.isalnum() else "-" for c in family.name).encode()[:NAME_BYTES].decode(errors="ignore")
+    figure = measured.output / "image_output" / f"compare_{'_'.join(plain.split('-against-'))}.png"
     save(found.figure(), figure)
     return ComparisonResult(answer=found, figure=figure)
 
