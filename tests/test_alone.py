@@ -15,7 +15,7 @@ from conftest import BUSY, code_of
 from ddpm_lab.config import SAME_WEIGHTS, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain import quality
-from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
+from ddpm_lab.explain.quality import GOOD, IDENTICAL, NOT_ENOUGH, WORSE
 from ddpm_lab.measure.alone import (
     BUDGET_SECONDS,
     LOOKS,
@@ -114,7 +114,8 @@ def test_planted_faults_are_worse_and_another_rounding_is_not(config: RunConfig,
     base = [tried(replace(config, seed=seed)) for seed in seeds]
     runs = {name: [tried(replace(c, seed=seed)) for seed in seeds] for name, c in (fine | faults).items()}
     verdicts = {name: quality.compare(base, found).verdict for name, found in runs.items()}
-    assert {name for name, verdict in verdicts.items() if verdict in GOOD} == fine.keys(), verdicts
+    # Two threads that sum in another order differ by chance, so that five seeds may be too few, and never say worse.
+    assert {name for name, verdict in verdicts.items() if verdict in (*GOOD, NOT_ENOUGH)} == fine.keys(), verdicts
     assert {name for name, verdict in verdicts.items() if verdict == WORSE} == faults.keys(), verdicts
 
 
