@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.reports import published
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu.sh"
@@ -71,6 +71,8 @@ def test_the_folder_of_a_dry_run_is_one_to_publish(tmp_path: Path) -> None:
     assert "PyTorch version" in (results / "logs" / "environment.log").read_text()
     assert "EFFICIENT_ATTENTION" in (results / "logs" / "attention.log").read_text()
     assert {r.experiment for r in Ledger(results / "ledger.jsonl").read()[0]} == {"profile"}
-    shown = published.publish([results / "ledger.jsonl"], None, tmp_path)
-    assert [path.stem for path, _ in shown if path.stem != "06_recommendation"] == ["01_profile"]
+    assert published.publish([results / "ledger.jsonl"], None, tmp_path) == [], "no page shows a figure yet"
+    (ledger,) = (tmp_path / PUBLISHED).iterdir()
+    (tmp_path / "README.md").write_text(f"![]({published.FIGURES.as_posix()}/{ledger.stem}/01_profile.png)")
+    assert [path.stem for path, _ in published.publish([ledger], None, tmp_path)] == ["01_profile"]
     assert published.check(tmp_path) == []
