@@ -10,6 +10,7 @@ import inspect
 import itertools
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -181,6 +182,8 @@ class Rank:
     def witness(self) -> dict[str, Any]:
         """Read back what runs."""
         self.beat.mark("witness")
+        if compiled := sys.modules.get("torch._inductor.async_compile"):
+            compiled.shutdown_compile_workers()  # which would be awake in the windows of others
         seen = {
             "world_size": dist.get_world_size(),
             "rank": dist.get_rank(),

@@ -159,9 +159,8 @@ class Seat:
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            # A cold compile is measured alone and may use every core; in a set helper processes would be awake in the
-            # windows of others.
-            "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.member.role == "cold" else 1),
+            # Helper processes compile while nothing is timed, and end when the witness is heard.
+            "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.compile_cache == "cold" else 1),
         }
 
     def _warm_up(self) -> None:

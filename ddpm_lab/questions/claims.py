@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import charts, machine_state, phrases, quality, stats
+from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.answer import row as drawn
 from ddpm_lab.explain.bands import DOCUMENTS
@@ -372,12 +372,13 @@ def pair_figure(study: Study) -> Figure | None:
     if not rows:
         return None
     every = sorted(v for row in rows for v in row.dots)
+    mine = tuple(r for r in study.records if r.config.global_batch_size == pair.batch)
     ends = " to ".join(phrases.significant(value, 2) for value in (every[0], every[-1]))
     rows.append(drawn(pair, "in turns: a dot for each set"))
     return forest(
         [Panel(rows=rows, reference=pair.ratio.value)],
         title=f"One timing says {pair.label} is {ends} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
-        context=f"{phrases.context(study)}{charts.SEPARATOR}{pair.family}",
+        context=phrases.context(replace(study, records=mine)),
         note=f"A small dot is one timing, in fresh processes, {max(len(row.dots) for row in rows[:-1])} of each way; "
         "at the right the least and the most. Large dots: geometric means. Last row: this lab's ratio, 95 % interval.",
         label=f"speed of {pair.label} relative to fp32",
