@@ -19,8 +19,8 @@ done
 mkdir -p "$out/logs" "$out.work/done" && out=$(realpath "$out") && work=$out.work && cd "$(dirname "$0")/.." || exit 2
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 python=${PYTHON:-python3} failed=() waiting=()
-networks=(seed ddpm) size=quick graphs=reduce-overhead compile=(regional whole)
-if [[ $device == cpu ]]; then networks=(tiny) size=smoke graphs=default compile=(off off); fi
+network=seed size=quick graphs=reduce-overhead compile=regional
+if [[ $device == cpu ]]; then network=tiny size=smoke graphs=default compile=off; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 end=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 2
@@ -47,16 +47,13 @@ step environment 60 "$python" -m torch.utils.collect_env
 step check 60 "$python" -m ddpm_lab check
 if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
   mapfile -t tests < <(grep -l 'mark\.gpu' tests/test_*.py) # others need packages that are not here
-  step tests 180 "$python" -m pytest -q -m gpu -p no:cacheprovider "${tests[@]}"
+  step tests 180 "$python" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark "${tests[@]}"
 fi
 step images 600 "$python" -m ddpm_lab prepare "$data" "$work/images"
-small=(--network "${networks[0]}" --preset smoke --output-dir "$work/checks") # with a ledger of its own
-for question in amp profile batch_size; do lab "$question" 90 run "$question" "${small[@]}"; done
 printf 'compile_mode = "%s"\n' "$graphs" >"$work/graphs.toml"
-training=(train --network "${networks[0]}" --no-probe --config "$work/graphs.toml" --steps 20 --sample-every 0)
 export TORCH_LOGS=cudagraphs,recompiles
-lab graphs 90 "${training[@]}" --compile "${compile[0]}" --output-dir "$work/graphs"
-lab graphs_accumulation 90 "${training[@]}" --compile "${compile[1]}" --accumulation 2 --output-dir "$work/graphs_2"
+lab graphs 150 train --network $network --no-probe --config "$work/graphs.toml" --steps 20 --sample-every 0 \
+  --compile $compile --output-dir "$work/graphs"
 unset TORCH_LOGS
 step attention 60 "$python" - "$device" <<'END'
 import sys, torch
@@ -74,25 +71,22 @@ for shape in ((4, 64, 32), (1, 256, 256), (1, 16, 256)):  # heads, positions and
         except RuntimeError as error:
             print(shape, kernel.name, str(error).splitlines()[0])
 END
-# Each in an equal part of the time that is left, or 90 s. The first: eager, CUDA graphs, max-autotune and more.
-questions=("peers --parts levers" torch_compile amp workers batch_size profile peers) jobs=() tried=0
-if [[ $device == cpu ]]; then questions=("${questions[@]:1}"); fi
+# Each in an equal part of the time that is left, or four minutes, in which an H100 gets its four sets.
+questions=(amp torch_compile profile workers batch_size peers "peers --parts levers") jobs=() tried=0
+if [[ $device == cpu ]]; then questions=("${questions[@]:0:6}"); fi
 if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
-for network in "${networks[@]}"; do
-  for question in "${questions[@]}"; do
-    if [[ ! -e $work/done/${network}_${question##* } ]]; then jobs+=("$network $question"); fi
-  done
+for question in "${questions[@]}"; do
+  if [[ ! -e $work/done/${network}_${question##* } ]]; then jobs+=("$question"); fi
 done
-for job in "${jobs[@]}"; do
-  read -r network question <<<"$job"
+for question in "${jobs[@]}"; do
   seconds=$(((end - SECONDS) / (${#jobs[@]} - tried++)))
-  seconds=$((seconds < 90 ? 90 : seconds))
+  seconds=$((seconds < 240 ? 240 : seconds))
   # shellcheck disable=SC2086 # a question, and its option
-  lab "${network}_${question##* }" $((seconds + 60)) run $question --network "$network" --preset "$size" \
+  lab "${network}_${question##* }" $((seconds + 60)) run $question --network $network --preset "$size" \
     --output-dir "$work" --minutes "$(awk "BEGIN { print $seconds / 60 }")"
 done
 # When all have had their time, the next call measures more of each.
-if ((${#waiting[@]} == 0)); then rm -f "$work"/done/{seed,ddpm}_*; fi
+if ((${#waiting[@]} == 0)); then rm -f "$work/done/${network}"_*; fi
 cp "$work/trace_output/ledger.jsonl" "$out/" 2>/dev/null || echo "Nothing is measured yet."
 echo "Failed: ${failed[*]:-none}. Not finished: ${waiting[*]:-none}${waiting:+ (type it again)}."
 echo "To publish it, in a checkout with make setup: .venv/bin/ddpm-lab figures --publish --ledger $out/ledger.jsonl"

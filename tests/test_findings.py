@@ -56,6 +56,16 @@ GOLDEN: dict[str, Callable[[], Study]] = {
 }
 
 
+def test_bf16_is_told_beside_tf32_which_torch_uses_anyway() -> None:
+    """From the sets that have both: a format can be faster than fp32 and slower than what runs without a word."""
+    quiet: dict[str, Any] = {"set_noise": 1e-4, "turn_noise": 1e-4}
+    both = make.sets({"bf16": (BF16, 1.2), "tf32": (RunConfig(device="cuda", precision="tf32"), 1.5)}, **quiet)
+    told = " ".join(answer(make.study(both)).finding.notes)
+    assert "unless told otherwise, 1.50 (" in told
+    assert "bf16 beside tf32: 0.80 (" in told
+    assert "tf32" not in " ".join(answer(amp()).finding.notes)
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest, capsys: Any) -> None:
     """Finding and table of a fixed study; ``pytest --update-golden`` accepts a change: read its diff."""

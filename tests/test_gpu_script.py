@@ -43,7 +43,7 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
     assert (code, "seed_amp. Not finished: none" in said) == (1, True)
     assert "no luck" in steps.pop("seed_amp")
     assert {step.partition(",")[0] for step in steps.values()} == {"ok"}
-    assert {"check", "graphs", "attention", "seed_levers", "seed_peers", "ddpm_levers"} < steps.keys()
+    assert {"check", "graphs", "attention", "seed_levers", "seed_peers"} < steps.keys()
     assert "seed_multi_gpu" not in steps, "of one GPU"
 
     slow = python(tmp_path, gpus=2, slow="run multi_gpu --network seed")
@@ -52,7 +52,7 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
     assert {again[name] for name in ("images", "check", "attention")} == {"finished before"}
     assert again["seed_amp"].startswith("ok"), "all had their time, so measurements begin anew"
     assert again["seed_multi_gpu"].startswith("stopped after")
-    assert again["ddpm_amp"] == "no time left"
+    assert again["seed_exchange"] == "no time left"
     assert run(tmp_path, python=python(tmp_path, gpus=0))[0] == 2
     assert run(tmp_path, "--minute", "3")[0] == 2
 

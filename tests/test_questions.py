@@ -8,7 +8,7 @@ from setups import machine_setup as setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE
-from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
+from ddpm_lab.plan import BOTH_FP32, PRESETS, Experiment, Family, scaling
 from ddpm_lab.questions.amp import amp
 from ddpm_lab.questions.ask import ask, questions
 from ddpm_lab.questions.batch_size import batch_size
@@ -21,13 +21,13 @@ from ddpm_lab.questions.workers import workers
 
 def labels(experiment: Experiment) -> list[list[str]]:
     """Baseline and candidates of each family that answers the question."""
-    shown = [f for f in experiment.families if not f.together]
+    shown = [f for f in experiment.families if f.primary or not f.together]
     return [[f.baseline_label, *(label for label, _ in f.candidates)] for f in shown]
 
 
 def batches(experiment: Experiment) -> list[int]:
     """Global batch size of each family that answers the question."""
-    return [f.baseline.global_batch_size for f in experiment.families if not f.together]
+    return [f.baseline.global_batch_size for f in experiment.families if f.primary or not f.together]
 
 
 def of_kind(experiment: Experiment, kind: str) -> tuple[Family, ...]:
@@ -116,7 +116,12 @@ GRIDS: list[tuple[str, str, str, list[list[str]]]] = [
     ("workers", "2 cores", "quick", [["0 workers", "2 workers", "1 worker"]]),
     ("workers", "64 cores", "full", [[f"{n} worker{'s' * (n != 1)}" for n in (0, 20, 1, 2, 4, 8, 12, 16)]] * 3),
     ("torch_compile", "2 cores", "quick", [["eager", "compiled"]]),
-    ("torch_compile", "8 GPUs", "full", [["eager", "compiled", "compiled block by block"]] * 2),
+    (
+        "torch_compile",
+        "8 GPUs",
+        "full",
+        [["eager", "compiled", "compiled, CUDA graphs", "compiled block by block"]] * 2,
+    ),
     ("batch_size", "2 cores", "full", [[f"batch {32 * 2**i}" for i in range(5)]]),
     ("batch_size", "1 GPU", "quick", [[f"batch {128 * 2**i}" for i in range(5)]]),
 ]
@@ -145,6 +150,15 @@ def test_settings_that_are_fixed_besides() -> None:
     assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]]
     ((_, _, config),) = profile(setup("8 GPUs"), world_size=2, precision="tf32", global_batch_size=64).profiles
     assert (config.purpose, config.world_size, config.precision) == ("profile", 2, "tf32")
+
+
+@pytest.mark.parametrize(("machine", "precision"), [("8 GPUs", "tf32"), ("2 cores", "fp32")])
+def test_others_come_in_the_precision_that_torch_gives_them(machine: str, precision: str) -> None:
+    """But for the family that says it is in fp32."""
+    asked = questions()["peers"](setup(machine, network="seed"), trainers=["the published code"])
+    found = {(f.name.endswith(BOTH_FP32), label): c.precision for f in asked.families for label, c in f.candidates}
+    assert found[False, "the published code"] == precision
+    assert found[True, "the published code"] == "fp32"
 
 
 def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:

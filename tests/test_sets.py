@@ -130,7 +130,11 @@ def start(instrument: Instrument, role: str, key: str = "a" * 12) -> tuple[str |
     """Choose caches as a group does and fill them as the compiler does; returns how they were, and the folder."""
     code = dataclasses.replace(instrument.code, key=key)
     seat = Seat(Member(role, "compiled", COMPILED), Plan(), dataclasses.replace(instrument, code=code))
-    inductor = Path(seat._compile_cache()["TORCHINDUCTOR_CACHE_DIR"])
+    environment = seat._compile_cache()
+    # Nothing is timed while an empty cache is filled.
+    threads = instrument.usable_cores if seat.compile_cache == "cold" else 1
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == str(threads)
+    inductor = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
     assert inductor.exists() == (seat.compile_cache == "warm")
     inductor.mkdir(exist_ok=True)
     inductor.with_name("filled").touch()

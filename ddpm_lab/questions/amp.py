@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.explain import charts, phrases
+from ddpm_lab.explain import charts, phrases, stats
 from ddpm_lab.explain.answer import COLOURS, MEANING, Answer, View, measured, projection, speeds
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
@@ -20,7 +22,11 @@ QUESTION = Question(title="Does mixed precision speed up training?", file="03_am
 def amp(
     setup: Setup, *, precisions: Precisions = None, world_sizes: WorldSizes = None, global_batch_size: Batch = None
 ) -> Experiment:
-    """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
+    """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks.
+
+    On a GPU all of them share their sets: torch computes convolutions in tf32 unless told otherwise, so a narrower
+    format has to be faster than that too.
+    """
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
     wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
@@ -31,7 +37,8 @@ def amp(
         batch = setup.batch_size(global_batch_size, ranks)
         name, base = setup.family_name(batch, ranks), setup.config(global_batch_size=batch, world_size=ranks)
         rows = tuple((p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32") if p in wanted and p in able)
-        families.append(Family(name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16"))
+        family = Family(name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16")
+        families.append(replace(family, together=setup.device == "cuda"))
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
     return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
 
@@ -39,7 +46,19 @@ def amp(
 def answer(study: Study) -> Answer:
     """Compare the speed of each format with fp32."""
     times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
-    return speeds(study, compared(study), views=(times, *trained_views(study)))
+    found = compared(study, own=lambda first: beside_tf32(study, first))
+    return speeds(study, found, views=(times, *trained_views(study)))
+
+
+def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
+    """How fast a format is beside tf32, from the sets that have both."""
+    for row in comparisons(study):
+        if row.label == "tf32" != first.label and row.family == first.family and row.sets:
+            other = dict(row.logs)
+            logs = [log - other[each] for each, log in first.logs if each in other]
+            ratio = phrases.times(stats.estimate(logs)) if logs else "not measured"
+            own = f"tf32, in which torch computes convolutions unless told otherwise, {phrases.times(row.ratio)}"
+            yield f"{own}; {first.label} beside tf32: {ratio}."
 
 
 def times_figure(study: Study) -> Figure | None:

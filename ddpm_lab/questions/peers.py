@@ -20,7 +20,7 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.training.setting import Batch, Setup, usual_settings
+from ddpm_lab.training.setting import Batch, Setup, torchs_precision, usual_settings
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.training.peers:diffusers"
@@ -74,7 +74,7 @@ def peers(
             name=f"{name}{BOTH_FP32}",
             baseline=replace(ours, precision="fp32"),
             baseline_label=OURS,
-            candidates=((PUBLISHED, _as_it_comes(ours, PUBLISHED)),),
+            candidates=((PUBLISHED, replace(_as_it_comes(ours, PUBLISHED), precision="fp32")),),
         ),
         "sampling": lambda: _sampling(ours, setup),
         "limits": lambda: _limits(ours, f"{LIMITS}, {setup.network}"),
@@ -103,16 +103,17 @@ def _against(
     return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
 
 
-_PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
+_PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
 _PLAIN |= {"compile": "off", "loader": "packed"}
 
 
 def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
-    """A trainer as its code is written: single precision, NCHW, torch's default Adam, and a look at every loss."""
+    """A trainer as its code is written: torch's own precision, NCHW and default Adam, and a look at every loss."""
     adam = "foreach" if ours.device == "cuda" else "loop"  # what torch.optim.Adam chooses where nothing is said
     return replace(
         ours,
         **_PLAIN,
+        precision=torchs_precision(ours.device),
         workload=PEERS[peer],
         implementation="plain" if peer == PUBLISHED else "lab",
         optimizer=OptimizerConfig(adam=adam, ema="loop"),
@@ -156,7 +157,7 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
 def _sampling(ours: RunConfig, setup: Setup) -> Family:
     """A denoising step of ancestral sampling, beside the published code's sampler."""
     here = replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    published = replace(here, implementation="plain", **_PLAIN)
+    published = replace(here, implementation="plain", precision=torchs_precision(ours.device), **_PLAIN)
     name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
     return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,19 +31,24 @@ def torch_compile(
 ) -> Experiment:
     """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise.
 
-    In ``full`` block by block too, which compiles less and leaves what lies between the blocks eager.
+    On a GPU with CUDA graphs too, which launch a step's kernels at once; in ``full`` block by block, which compiles
+    less and leaves what lies between the blocks eager.
     """
     full, precision = setup.preset == "full", precision or setup.usual_precision
     count = (min(4, setup.usable_cores) if full else 0) if loader_workers is None else loader_workers
     loader = setup.files(count) if count else {"loader": "packed"}
     usual = sorted({1, setup.most_ranks}) if full else [1]
-    ways = (("compiled", "whole"), *([("compiled block by block", "regional")] if full and not setup.own else []))
+    ways: list[tuple[str, dict[str, Any]]] = [("compiled", {"compile": "whole"})]
+    if setup.device == "cuda" and not setup.own:
+        ways.append(("compiled, CUDA graphs", {"compile": "whole", "compile_mode": "reduce-overhead"}))
+    if full and not setup.own:
+        ways.append(("compiled block by block", {"compile": "regional"}))
     families = []
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
         eager = setup.config(global_batch_size=batch, world_size=ranks, precision=precision, **loader)
         name = f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}"
-        rows = tuple((label, replace(eager, compile=how)) for label, how in ways)
+        rows = tuple((label, replace(eager, **how)) for label, how in ways)
         families.append(Family(name=name, baseline=eager, baseline_label="eager", candidates=rows, primary="compiled"))
     return Experiment(name="torch_compile", families=tuple(families))
 

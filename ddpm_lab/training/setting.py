@@ -65,6 +65,14 @@ def usual_settings(device: str) -> dict[str, Any]:
     return {"precision": precision, "channels_last": True, **own}
 
 
+def torchs_precision(device: str) -> str:
+    """The precision of code that sets none: from capability 8.0 on torch computes convolutions in tf32.
+
+    Matrix products, a small part of these networks, it leaves in fp32; here they are in tf32 too.
+    """
+    return "tf32" if device == "cuda" and (least_capability() or (8, 0)) >= (8, 0) else "fp32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
     """Prepared images: the folder, the content hash, and a name for people."""
