@@ -286,7 +286,8 @@ class _Run:
         steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
         steps = min(steps, self.schedule.next_stop(self.step) - self.step)
         limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
-        reports = group.advance(steps, limit)
+        compiles = first and self.config.compile != "off"
+        reports = group.advance(steps, limit, "compiling" if compiles else "training")
         self.stop.gentle = True  # before this there is nothing to save
         seconds = max(float(report["seconds"]) for report in reports)
         # The first step may have compiled: it says only how long the others take at most.
