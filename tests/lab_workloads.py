@@ -1,5 +1,6 @@
 """Workloads with a known answer: what they cost, and how they fail, is planted by their options."""
 
+import hashlib
 import itertools
 import multiprocessing
 import os
@@ -48,6 +49,13 @@ def leave_service(file: str) -> None:
     os.waitpid(child, 0)
 
 
+def hum() -> None:
+    """Compute for ever, and let others have the interpreter meanwhile."""
+    data = bytes(1 << 22)
+    while True:
+        hashlib.sha256(data)
+
+
 class Busy(Planted):
     """A step is ``micro_steps`` equal pieces of work; a fault is planted in one rank at one step."""
 
@@ -57,6 +65,8 @@ class Busy(Planted):
         self.lock = multiprocessing.RLock() if self.option("lock", False) else None
         if service := self.option("service", ""):
             leave_service(service)
+        if self.option("hums", False):
+            threading.Thread(target=hum, daemon=True).start()
         self.fault("build")
 
     def fault(self, place: str) -> None:

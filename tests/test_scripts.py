@@ -105,13 +105,19 @@ def test_a_script_against_a_revision(call: Call, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_edited_script_is_other_code(folder: Path, instrument: Instrument) -> None:
-    config = scripts.configuration(f"{sys.executable} train.py", "A", device="cpu")
+def test_an_edited_script_or_file_of_settings_is_other_code(folder: Path, instrument: Instrument) -> None:
+    """But no file that the script itself writes."""
+    named = "--config=settings.yaml --log log.json"
+    config = scripts.configuration(f"{sys.executable} train.py 6 {named}", "A", device="cpu")
+    write(folder, {"train.py": TRAIN + "    open('log.json', 'a').write('{}')\n", "settings.yaml": "width: 64"})
 
     def key() -> str:
         return scripts.look(config, instrument, "A")[1].key
 
     before = key()
     assert key() == before, "sets of the same code are used again"
-    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    write(folder, {"train.py": TRAIN})
+    assert key() != before
+    before = key()
+    write(folder, {"settings.yaml": "width: 128"})
     assert key() != before

@@ -123,6 +123,12 @@ def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     assert all(r.stages["start"] > 0 for r in records)
 
 
+def test_who_does_not_sleep_while_others_are_measured_is_refused(instrument: Instrument, short_plan: Plan) -> None:
+    records = measured(instrument, short_plan, ("humming", busy_config(hums=True)))
+    assert [r.status for r in records] == ["ok", "ok", "refused"]
+    assert "cores busy while it waits for its turn" in str(records[-1].reason)
+
+
 COMPILED = dataclasses.replace(busy_config(), compile="whole")
 
 

@@ -56,7 +56,7 @@ class Ranks:
     def finish(self) -> None:
         pass
 
-    def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
+    def advance(self, steps: int, limit: float, _stage: str) -> list[dict[str, Any]]:
         assert limit >= 60
         losses = [self.hook("loss", i) or 1 / i for i in range(self.step + 1, self.step + steps + 1)]
         self.step += steps

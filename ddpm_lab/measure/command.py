@@ -140,6 +140,11 @@ class CommandGroup:
         self._peers = [peers[rank] for rank in sorted(peers)]
         self.pids = [greetings[min(greetings)]["pid"]]
 
+    @property
+    def roots(self) -> list[int]:
+        """Process ids, below which all of the command is."""
+        return [self._process.pid] if self._process else []
+
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
         """Have every rank make ``settle`` untimed and ``steps`` timed steps; ``limit`` is the longest silence."""
         reports = self._ask(stage, limit, command="window", settle=settle, steps=steps)

@@ -115,6 +115,8 @@ class Group:
         """Process ids of the ranks that this process has started itself, which are the first ones."""
         return [rank.pid for rank in self._ranks if isinstance(rank, LocalRank)]
 
+    roots = pids
+
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
         """Run a window on every rank; ``limit`` is the longest silence of a rank, in seconds.
 

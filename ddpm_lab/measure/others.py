@@ -60,11 +60,7 @@ class CpuClock(NamedTuple):
     @classmethod
     def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
         """Read now. One's own are this process and ``relatives``, of the same job, with all their descendants."""
-        own = 0.0
-        for pid in (os.getpid(), *relatives):
-            with contextlib.suppress(psutil.Error):
-                head = psutil.Process(pid)
-                own += sum(map(_used_seconds, (head, *head.children(recursive=True))))
+        own = tree_seconds((os.getpid(), *relatives))
         busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
         return cls(time.monotonic(), own, busy, stolen, cgroup_cores() is not None)
 
@@ -76,6 +72,16 @@ class CpuClock(NamedTuple):
         if busy is not None and not self.limited and not later.limited:
             others = max(0.0, (busy - (later.own - self.own)) / seconds)
         return CpuUse(seconds, busy, stolen, others)
+
+
+def tree_seconds(pids: Iterable[int]) -> float:
+    """CPU seconds that processes have used so far, with all their descendants."""
+    used = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            head = psutil.Process(pid)
+            used += sum(map(_used_seconds, (head, *head.children(recursive=True))))
+    return used
 
 
 def difference(before: float | None, after: float | None) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import shutil
 import statistics
 import time
@@ -21,7 +22,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion, Tree, source_of
+from ddpm_lab.measure.code_version import CodeVersion, Source, Tree, source_of
 from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -39,6 +40,8 @@ MOST_FILES = 20_000
 """Entries of the working folder that are looked at for files that were written meanwhile."""
 WORK = ("parameters", "weights", "world_size")
 """Where the sides differ in one of these, one step may not be equal work."""
+SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".py")
+"""How the names of files end that a command line may name, and that say what it does."""
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -71,6 +74,15 @@ def labels(one: str, two: str) -> tuple[str, str]:
     return (one, two) if one != two else (one, f"{two} (candidate)")
 
 
+def settings_named(command: str, folder: Path) -> dict[str, Source]:
+    """The files of settings that a command line names, as they are now: another one is other work."""
+    words: list[str] = []
+    with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
+        words = [word.rpartition("=")[2] for word in shlex.split(command)]
+    files = [folder / word for word in words if word.endswith(SETTINGS)]
+    return {str(file): source_of(str(file)) for file in files if file.is_file()}
+
+
 def look(
     config: RunConfig, instrument: Instrument, place: str, tree: Tree | None = None
 ) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
@@ -80,6 +92,7 @@ def look(
     """
     command, log = config.command, log_of(instrument.cache, config)
     how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
+    named = settings_named(command, Path(tree.folders[0]) if tree else Path.cwd())
     try:
         how["progress"] = lambda text: instrument.progress(f"{command}: {text}")
         group = CommandGroup(config, log=log, tree=tree, **how)
@@ -99,6 +112,8 @@ def look(
             "script's own folder, not by an installed package or PYTHONPATH"
         )
     sources = {file: source_of(file) for file in group.files}
+    # What the command has written itself by now is none of its settings.
+    sources |= {file: source for file, source in named.items() if source_of(file) == source}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     key = digest([instrument.code.key, seen["python"], seen["versions"], held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
