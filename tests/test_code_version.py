@@ -121,6 +121,14 @@ def lab(tmp_path: Path) -> Iterator[Tree]:
     module._lab_sources.cache_clear()
 
 
+def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_version().key
+    monkeypatch.setenv("SHLVL", "7")
+    assert code_version().key == before
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
+    assert code_version().key != before
+
+
 def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:
     before = code_version(tree=lab)
     assert before.key == code_version().key

@@ -35,6 +35,8 @@ def require(config: RunConfig) -> None:
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
     if config.device == "cuda":
+        if "NVIDIA_TF32_OVERRIDE" in os.environ:
+            raise Unsupported("NVIDIA_TF32_OVERRIDE is set, and libraries then compute in another precision: unset it")
         major, _ = torch.cuda.get_device_capability()
         if config.precision in ("bf16", "tf32") and major < 8:
             raise Unsupported(f"this GPU has no {config.precision}: it came with the Ampere generation; use fp16")

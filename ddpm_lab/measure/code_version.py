@@ -2,6 +2,7 @@
 
 The lab's own are all of its files but those of what explains. Of a workload that lies elsewhere they are the modules
 that a rank loaded from outside of libraries in one step (``loaded``); of packages that these import the version counts.
+So do variables of the environment that make the same code slower or faster.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import site
 import sys
 import sysconfig
@@ -27,6 +29,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
 """What of the lab measures nothing. A rank that loads any of it is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
+VARIABLES = (
+    *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_"),
+    *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_ALGO", "NCCL_P"),
+)
+"""How the names of variables begin that count."""
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
@@ -113,6 +120,7 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := _version(name))]
+    parts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
     found = CodeVersion(digest(parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found

@@ -115,7 +115,7 @@ def look(
     # What the command has written itself by now is none of its settings.
     sources |= {file: source for file, source in named.items() if source_of(file) == source}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
-    key = digest([instrument.code.key, seen["python"], seen["versions"], held])
+    key = digest([instrument.code.key, seen["python"], seen["versions"], seen["threads"], held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
     return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), seen
 
