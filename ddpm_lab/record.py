@@ -495,6 +495,8 @@ def _configuration(text: str) -> RunConfig:
     return RunConfig.from_dict(json.loads(text))
 
 
+HOST_THREADS = 2
+"""Cores that a rank on a GPU wants: one launches the kernels of a step forwards, one backwards."""
 CROWDED_CORES = 0.25
 """A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
 CROWDED_SHARE = 0.2
@@ -531,10 +533,11 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
     """Whether a set does not count, since other processes took the cores or the GPU of its ranks for too long.
 
     A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
-    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, when another process computes on it. That is
-    decided by load, never by time; what is unknown crowds nothing. A crowded turn then weighs as long as it took, all
-    sides together: two threads of which one has lost its core may take sixty times as long, and one such turn would be
-    the whole set. Of a set that is still measured, the turns ``to_come`` are taken to be as short as the shortest.
+    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, whose ranks take HOST_THREADS each, also when
+    another process computes on it. That is decided by load, never by time; what is unknown crowds nothing. A crowded
+    turn then weighs as long as it took, all sides together: two threads of which one has lost its core may take sixty
+    times as long, and one such turn would be the whole set. Of a set that is still measured, the turns ``to_come`` are
+    taken to be as short as the shortest.
     """
     turns: dict[int, list[tuple[float, float]]] = {}
     for r in records:
@@ -549,15 +552,16 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
 def _excess(record: RunRecord, window: Window) -> float:
     """At least 0 where others want too much of the cores, in cores, or of the GPUs, in percent."""
     config, state = record.config, window.state
-    if config.device == "cuda":
+    cores, watched = record.machine.usable_cores, state.get("watched_seconds")
+    threads = min(cores, (HOST_THREADS if config.device == "cuda" else config.rank_threads(cores)) * config.node_size)
+    stolen = (window.stolen_seconds or 0.0) / watched if watched else 0.0
+    excess = threads + ((window.others_cores or 0.0) + stolen) - cores - CROWDED_CORES
+    if config.device == "cuda" and excess < 0:
         # Where NVML does not tell how busy another process is, one that comes, goes or changes its memory is at work.
         unknown = 100.0 if state.get("gpu_others_changed_bytes") else 0.0
         percent = state.get("gpu_others_percent")
         return (unknown if percent is None else percent) - BUSY_GPU_PERCENT
-    cores, watched = record.machine.usable_cores, state.get("watched_seconds")
-    threads = min(cores, config.rank_threads(cores) * config.node_size)
-    stolen = (window.stolen_seconds or 0.0) / watched if watched else 0.0
-    return threads + ((window.others_cores or 0.0) + stolen) - cores - CROWDED_CORES
+    return excess if config.device == "cpu" else 100.0
 
 
 # --- what a gradient check says of a configuration: sound, or what is wrong ---

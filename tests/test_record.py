@@ -108,8 +108,17 @@ def test_a_set_does_not_count_with_more_than_a_fifth_of_its_time_crowded() -> No
     ],
 )
 def test_a_gpu_is_crowded_by_another_process_that_computes_on_it(state: dict[str, float | None], crowds: bool) -> None:
-    assert crowded([loaded(9.0, config=RunConfig(device="cuda"), state=state)]) == crowds
+    assert crowded([loaded(0.0, config=RunConfig(device="cuda"), state=state)]) == crowds
     assert not crowded([loaded(0.0, config=BOTH_CORES, state=state)]), "a CPU's set does not care"
+
+
+def test_a_gpu_is_crowded_by_who_takes_the_cores_that_launch_its_kernels() -> None:
+    """Of sixteen cores two are enough for a rank, whatever else is at work."""
+    many = make.environment(dataclasses.replace(make.GPUS, usable_cores=16))
+    for load, crowds in ((14.24, False), (14.25, True)):
+        one = loaded(load, config=RunConfig(device="cuda"))
+        assert crowded([dataclasses.replace(one, environment=many)]) == crowds
+    assert crowded([loaded(0.25, config=RunConfig(device="cuda"))]), "of two cores"
 
 
 # --- machines, plans, experiments ------------------------------------------------------------------------------------
