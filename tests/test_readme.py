@@ -83,6 +83,15 @@ def test_a_number_of_the_readme_is_what_the_records_give(row: str) -> None:
     assert 0.4 < math.log(high / low) / 2 / width < 2.5, f"plain interval: {math.exp(width) - 1:.1%}"
 
 
+def test_the_gpu_was_as_busy_as_the_readme_says() -> None:
+    busy: dict[str, list[float]] = defaultdict(list)
+    for record in records(H100):
+        name = {"fp32 again": "fp32", "eager": "bf16", "eager again": "bf16"}.get(record["label"], record["label"])
+        busy[name] += [w["state"]["gpu_utilisation_percent"] for w in record["windows"]]
+    fp32, bf16, compiled = (f"{np.mean(busy[name]):.0f} %" for name in ("fp32", "bf16", "compiled"))
+    assert f"the GPU was busy {fp32} of the time in fp32, {bf16} in bf16, {compiled} compiled" in README
+
+
 def test_every_ratio_of_the_readme_is_derived_here() -> None:
     assert len(re.findall(r"\d \([\d.]+ to [\d.]+\), \d+ sets", README)) == len(ROWS) + len(ON_A_GPU)
 
