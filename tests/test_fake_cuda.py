@@ -39,7 +39,7 @@ class Fake:
         environment = os.environ | {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in gpus.items()}
         environment |= {"DDPM_LAB_MEASURING_LOCK": "", "PYTHONPATH": str(HERE.parent)}
         command = [str(self.run), sys.executable, *map(str, words)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
