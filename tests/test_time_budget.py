@@ -79,6 +79,19 @@ def test_names_that_mean_the_same_are_one_and_unknown_ones_are_shown() -> None:
     assert (line.share(tb.OTHER), line.share(tb.TRANSFER)) == pytest.approx((0.7, 0.3))
 
 
+@pytest.mark.parametrize(
+    ("ahead", "busy", "waits"), [(0.001, 58.0, True), (0.020, 58.0, False), (0.001, 95.0, False), (0.001, None, False)]
+)
+def test_a_gpu_that_waits_for_its_host_is_told(ahead: float, busy: float | None, waits: bool) -> None:
+    """A step that waits for its own loss is not ahead of its GPU either: that one is busy."""
+    record = make.time_budget(host_phases=make.PHASES, host_ahead_seconds=ahead)
+    stored(record)["state"] = {"gpu_utilisation_percent": busy}
+    assert of(record).waits_for_host == waits
+    said = answer(make.study([record], "profile")).finding
+    assert said.headline.endswith("the GPU waits for the host") == waits
+    assert ("busy 58 % of the time" in said.claim) == waits
+
+
 def test_a_busy_machine_is_told() -> None:
     record = make.time_budget()
     for others, told in ((None, "unknown"), (0.1, ""), (0.9, "0.9 of 2 cores")):

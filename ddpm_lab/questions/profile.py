@@ -60,6 +60,8 @@ _NAMES = {"ema": "EMA", "all-reduce": "communication"}
 
 UNEXPLAINED = 0.10
 """Share of a step in no phase above which a budget explains nothing."""
+AHEAD, BUSY = 0.05, 80.0
+"""A GPU that is busy for less of the time (per cent) waits for a host that is less ahead of it (part of a step)."""
 STRAGGLES = 1.10
 """Times the others' compute time from which on a rank is a straggler."""
 DISTURBED = 0.1
@@ -105,6 +107,7 @@ class Budget:
     others: Mapping[int, Line]
     beside: Mapping[str, tuple[float, float]]
     ahead_seconds: float | None
+    busy_percent: float | None
     disturbance: str
     straggler: str
     trace_difference: float
@@ -114,6 +117,13 @@ class Budget:
     def explained(self) -> bool:
         """Whether the phases account for the step."""
         return abs(self.running.residual_share) <= UNEXPLAINED
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU has less to do than the host that launches its kernels."""
+        if self.ahead_seconds is None or self.busy_percent is None:
+            return False
+        return self.ahead_seconds < AHEAD * self.running.step_seconds and self.busy_percent < BUSY
 
 
 def class_of(phase: str) -> str:
@@ -178,6 +188,7 @@ def budget(record: RunRecord) -> Budget | None:
         others={r: line for r, line in enumerate(lines) if r != rank},
         beside=beside,
         ahead_seconds=window.get("host_ahead_seconds"),
+        busy_percent=(values.get("state") or {}).get("gpu_utilisation_percent"),
         disturbance=_disturbance(values.get("others_cores"), record.machine.usable_cores),
         straggler=_straggler([line.share(COMPUTE) * line.step_seconds for line in lines]),
         trace_difference=difference,
@@ -238,7 +249,8 @@ def headline(found: Budget) -> str:
     data, exchange = line.share("data"), line.share("communication")
     if top == "data":
         return f"Waiting for data takes {percent(data)} of a step: the loader is the limit"
-    ends = ["the loader is not the limit" if data < TARGETS.io else f"waiting for data takes {percent(data)}"]
+    fed = "the GPU waits for the host" if found.waits_for_host else "the loader is not the limit"
+    ends = [fed if data < TARGETS.io else f"waiting for data takes {percent(data)}"]
     if top != "communication" and exchange >= UNEXPLAINED:
         ends.insert(0, f"waiting for gradients takes {percent(exchange)}")
     return f"{phrases.begun(top)} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
@@ -261,6 +273,11 @@ def evidence(found: Budget) -> str:
         f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})",
         f"Beside the phases: {phrases.joined(beside)}" if beside else "",
     ]
+    if found.waits_for_host:
+        parts.append(
+            f"The GPU was busy {found.busy_percent:.0f} % of the time: fewer launches an image feed it better, "
+            "by a larger batch, torch.compile or CUDA graphs"
+        )
     if not math.isnan(found.trace_difference):
         within = max(0.1, 100 * found.trace_difference)
         parts.append(
