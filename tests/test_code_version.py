@@ -125,8 +125,12 @@ def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: 
     before = code_version().key
     monkeypatch.setenv("SHLVL", "7")
     assert code_version().key == before
-    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
-    assert code_version().key != before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert code_version().key == before
+    for name in ("LD_PRELOAD", "TORCHINDUCTOR_MAX_AUTOTUNE"):
+        monkeypatch.setenv(name, "1")
+        assert code_version().key != before
+        monkeypatch.delenv(name)
 
 
 def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:

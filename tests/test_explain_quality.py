@@ -124,6 +124,13 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
         assert Trials(changed(users, workload=OWN)).verdict(own, narrow, "code-1").verdict == expected
 
 
+def test_longer_trials_that_decide_nothing_take_nothing_back() -> None:
+    short = make.trials({"bf16": (BF16, 0.5)})
+    longer = make.trials({"bf16": (BF16, 0.5)}, images=40_000, seeds=1)
+    assert judged(longer).verdict == NOT_ENOUGH
+    assert judged([*short, *longer]) == judged(short)
+
+
 @pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
 def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, Any]) -> None:
     base = replace(BASE, **change)

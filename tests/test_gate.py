@@ -299,9 +299,26 @@ def test_a_planted_ratio_is_judged_by_its_interval(ratio: float, threshold: floa
 def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pass() -> None:
     assert outcome(answer(study(0.5, count=3)), 0.03).status == stats.INCONCLUSIVE
     assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
+    hidden = outcome(answer(study(0.98, twin_ratio=0.9)), 0.03)
+    assert (hidden.status, "differs from itself" in hidden.sentence) == (stats.INCONCLUSIVE, True)
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)
+
+
+def test_sets_after_the_first_answer_count_for_the_gate() -> None:
+    """Slower it is called at the first look; whether by more than is allowed is what further sets say."""
+    few, many = (study(0.91, count=count, set_noise=0.06, seed=5) for count in (8, 60))
+    sets = list(dict.fromkeys(r.set_id for r in many.records))
+    looks = tuple(
+        make.record(MAIN, role="look", experiment="compare", environment=make.environment(date=date), look=look)
+        for date, look in (
+            ("2026-01-04T10:00:00+00:00", {"sets": sets[:8], "log_ratios": {}}),
+            ("2026-01-05T10:00:00+00:00", {"sets": sets, "log_ratios": {}}),
+        )
+    )
+    assert outcome(answer(few), 0.05).status == stats.INCONCLUSIVE
+    assert outcome(answer(replace(many, looks=looks)), 0.05).status == gate.SLOWER
 
 
 def test_the_summary_says_what_was_decided_and_what_it_rests_on() -> None:

@@ -375,7 +375,8 @@ def bottleneck_study(measured: planning.Planned) -> Study:
     mine = experiments.study_of(measured)
     every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
-    return replace(every, records=(*others, *mine.records), measured_sets=measured.measured_sets)
+    records = (*others, *mine.records)
+    return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)
 
 
 def _of_file(options: argparse.Namespace) -> dict[str, Any]:

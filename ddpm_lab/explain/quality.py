@@ -140,12 +140,13 @@ def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
     """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
 
-    Only trials of one extent count: those with the most held-out draws that both have, of them the longest. Without
+    Only trials of one extent count: those with the most held-out draws that both have, of them the longest that decide:
+    longer ones of which too few have ended take nothing back. Without
     held-out losses the final weights of equal seeds decide: identical, or no verdict. Where a baseline's loss stopped
     being finite, or is still above the one that shows harm, there is none either; where that loss is not known, none
     but worse.
     """
-    found = _UNKNOWN
+    found, open_ = _UNKNOWN, None
     for size in sorted({extent(r) for r in candidate}, reverse=True):
         ours, base = (
             {r.config.seed: r for r in side if extent(r) == size and r.status in ("ok", DIVERGED)}
@@ -176,8 +177,11 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         if reason:
             found = replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
         behind, margin_behind = (_behind(pairs, loss) for loss in (found.difference, found.margin))
-        return replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
-    return found
+        found = replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
+        if found.verdict in DECIDED:
+            return found
+        open_ = open_ or found
+    return open_ or found
 
 
 def _too_short(base: Sequence[RunRecord]) -> str:

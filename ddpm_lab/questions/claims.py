@@ -497,9 +497,9 @@ def _near(claim: Claim, records: Records) -> Judged:
     for value, (low, high) in zip(claim.values, claim.between, strict=True):
         if (row := rows.get(value)) is not None:
             meets = row.ratio.low <= high and row.ratio.high >= low
-            verdicts.append((CONFIRMED if meets else REFUTED) if row.resolved else stats.INCONCLUSIVE)
+            verdicts.append((CONFIRMED if meets else REFUTED) if row.answered else stats.INCONCLUSIVE)
             accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
-            why.append(f"{row.label}: {accepted if row.resolved else phrases.outcome(row)}")
+            why.append(f"{row.label}: {accepted if row.answered else phrases.outcome(row)}")
     worst = next(v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts)
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
     return Judged(worst, here, "; ".join(why))
@@ -510,7 +510,7 @@ def _faster(claim: Claim, records: Records) -> Judged:
     row = next(iter(_asked(claim, records).values()), None)
     if row is None:
         return _undecided(claim, records)
-    if not row.resolved:
+    if not row.answered or (claim.expects == stats.SLOWER and not row.resolved):
         return Judged(stats.INCONCLUSIVE, _said(row), phrases.outcome(row))
     why = f"it is called {row.verdict}"
     if claim.expects == stats.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it

@@ -197,15 +197,21 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
         return _said(stats.INCONCLUSIVE, text)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
-    most = phrases.share(1 - row.ratio.low)
-    if row.verdict == stats.SLOWER and row.ratio.high < least:
-        how = f"by {phrases.share(1 - row.ratio.value)}, and at least by {phrases.share(1 - row.ratio.high)}, {allowed}"
+    # A verdict stays as it was first shown; by how much is what all sets say.
+    ratio = stats.estimate([log for _, log in row.logs])
+    most = phrases.share(1 - ratio.low)
+    if row.verdict == stats.SLOWER and ratio.high < least:
+        how = f"by {phrases.share(1 - ratio.value)}, and at least by {phrases.share(1 - ratio.high)}, {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
-    if row.ratio.low >= 1:
-        return _said(PASSED, pair.format("is not"))
-    if row.ratio.low > least:
-        return _said(PASSED, f"{pair.format('is')} by at most {most}, {allowed}")
+    # A baseline that does not repeat itself hides as much as that.
+    unsure = row.noise.exists and not row.noise.contains(1)
+    hidden = max(row.noise.high, 1 / row.noise.low) if unsure else 1.0
+    if ratio.low / hidden > least:
+        by = "" if ratio.low >= 1 else f" by at most {most}, {allowed}"
+        return _said(PASSED, pair.format("is" if by else "is not") + by)
     text = f"{pair.format('may be')} by up to {most}, {allowed}"
+    if ratio.low > least:
+        text = f"the repeated baseline differs from itself by up to {phrases.share(hidden - 1)}"
     return _said(stats.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
 
 

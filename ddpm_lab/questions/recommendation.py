@@ -13,7 +13,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,19 @@ def measured(study: Study) -> list[Comparison]:
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
-    """Return the changes called faster, in a number format that is not slower itself, with one of these verdicts."""
-    slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != FASTER}
-    return [
-        c
-        for c in rows
-        if c.verdict == FASTER and c.equivalence.verdict in verdicts and c.baseline.precision not in slow
-    ]
+    """Return the changes called faster, in a number format that is faster itself, with one of these verdicts."""
+    able = [c for c in rows if c.verdict == FASTER and c.equivalence.verdict in verdicts]
+    return [c for c in able if all(other.verdict == FASTER for other in _of_format(c, rows))]
+
+
+def _of_format(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]:
+    """Return what is known of the speed of a change's number format: of the same work, else of any on its device."""
+    base = change.baseline
+    found = [c for c in rows if c.experiment == "amp" and c.config.precision == base.precision]
+    found = [c for c in found if c.config.device == base.device]
+    names = ("workload", "network", "world_size", "global_batch_size")
+    alike = [c for c in found if all(getattr(c.config, name) == getattr(base, name) for name in names)]
+    return alike or found
 
 
 def combination(study: Study) -> Family | None:
@@ -238,7 +244,9 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
-        why = f"the only gains are in {phrases.joined(formats)}, which is itself not faster"
+        asked = [other for c in rows if c.verdict == FASTER for other in _of_format(c, rows)]
+        known = "not faster" if all(c.answered for c in asked) else "not known to be faster"
+        why = f"the only gains are in {phrases.joined(formats)}, which is itself {known}"
     unknown = [c for c in rows if c.primary and not c.answered]
     headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
@@ -385,10 +393,18 @@ def _steps(
 
 
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
-    """Return how many steps, each called faster, end in the last one whose quality has one of these verdicts."""
-    sure = [s.row for s in takewhile(lambda step: step.gain.verdict == stats.FASTER, steps[1:])]
-    able = [i for i, r in enumerate(sure, 1) if r.verdict == stats.FASTER and r.equivalence.verdict in verdicts]
-    return max(able, default=0)
+    """Return how many steps end in the last one that is faster than all that may be used before it.
+
+    Its quality has one of these ``verdicts``. A step between that gains nothing by itself does not end them.
+    """
+    last = 0
+    for i, step in enumerate(steps[1:], 1):
+        before, row = dict(steps[last].row.logs), step.row
+        gain = stats.estimate([log - before.get(each, math.nan) for each, log in row.logs]) if last else row.ratio
+        faster = step.gain.verdict == stats.FASTER if last == i - 1 else gain.low > 1
+        if faster and row.verdict == stats.FASTER and row.equivalence.verdict in verdicts:
+            last = i
+    return last
 
 
 def _of_search(found: Recommendation) -> Finding:
