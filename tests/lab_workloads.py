@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.utils.data import DataLoader
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import RankContext, Unsupported
@@ -47,6 +48,14 @@ def leave_service(file: str) -> None:
             time.sleep(3600)
         os._exit(0)
     os.waitpid(child, 0)
+
+
+def looping() -> Iterator[None]:
+    """A loop of a user's, around a loader of its own."""
+    loader: DataLoader[int] = DataLoader(range(1 << 20), batch_size=4, num_workers=2, prefetch_factor=3)  # type: ignore[arg-type]
+    while True:
+        for _ in loader:
+            yield
 
 
 def hum() -> None:

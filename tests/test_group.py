@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -18,8 +19,9 @@ import torch
 from conftest import BUSY, alive, busy_config, code_of
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import group as group_module
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.process import sweep
+from ddpm_lab.measure.process import DONE, Life, sweep
 from ddpm_lab.measure.witness import mismatches
 
 MODULES = code_of(BUSY).modules
@@ -88,6 +90,41 @@ def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ranks_on_a_gpu_train_one_network(synthetic: RunConfig) -> None:
     assert len(set(trained_on_a_gpu(synthetic, 2)[2])) == 1
+
+
+@pytest.mark.slow
+def test_batches_that_a_loader_of_the_users_holds_ready_are_known() -> None:
+    """Or short windows would time what was loaded while the group slept."""
+    with group(RunConfig(workload="lab_workloads:looping", global_batch_size=4)) as g:
+        g.window(settle=0, steps=3, limit=60, stage="testing")
+        assert [rank["prefetch_batches"] for rank in g.witness()] == [2 * 3]
+
+
+def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a scheduler, or in a container: parent and ranks stop together for longer than any limit."""
+
+    class Suspended:
+        ears: tuple[int, ...] = ()
+        report: ClassVar = {"done": True}
+        looks = 0
+
+        def hear(self) -> str | None:
+            self.looks += 1
+            return DONE if self.looks > 2 else None
+
+        def life(self) -> Life:
+            return Life(clock[0], 0, 0, "forward", clock[0])
+
+    clock = [0.0]
+
+    def wait(*_: Any, **__: Any) -> None:
+        clock[0] += 100.0 if clock[0] == 0.0 else 0.5
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(group_module, "connection", SimpleNamespace(wait=wait))
+    job = object.__new__(Group)
+    job._ranks, job.progress = [Suspended()], lambda _: None  # type: ignore[list-item]
+    assert job._reports(10.0, "testing") == [{"done": True}]
 
 
 @pytest.mark.slow

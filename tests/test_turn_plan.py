@@ -46,6 +46,7 @@ def test_the_fastest_fills_the_window_and_the_slowest_is_held_to_ten_times_it() 
     assert steps_of_windows(plan, [32, 32], [0.001, 0.1], [0, 0]) == [40, 40], "400 would take the slow one 40 s"
     assert steps_of_windows(plan, [32, 32], [0.001, 3.0], [0, 0]) == [5, 5], "no cap leaves one with too few"
     assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 4]) == [40, 40], "a queue lengthens the whole set's"
+    assert steps_of_windows(plan, [250, 256], [2.0, 2.0], [0, 0]) == [5, 5], "128 and 125 would take four minutes"
 
 
 def half_width(sets: int, turns: int, within: float, between: float) -> float:

@@ -34,6 +34,12 @@ COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call
 """Methods of ``Rank`` that its parent may have called; each returns its report."""
 
 
+def loader_iterators() -> list[Any]:
+    """What iterates over loader workers in this process."""
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+    return [found for found in gc.get_objects() if type(found) is kind and not found._shutdown]
+
+
 class Rank:
     """The state of a rank while it lives."""
 
@@ -97,6 +103,7 @@ class Rank:
         how |= {"rank": self.job.rank, "world_size": config.world_size, "threads": self.job.threads}
         self.workload = make_workload(make, config.sources[-1], config, RankContext(device=self.device, **how))
         self.batches = self.workload.batches()
+        self.early = loader_iterators()  # what is frozen below is found no more
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
         gc.freeze()
@@ -201,6 +208,9 @@ class Rank:
             **({"astray_modules": astray(self.job.tree.apart)} if self.job.tree else {}),
             **self.workload.witness(),
         }
+        loaders = {id(loader): loader for loader in (*self.early, *loader_iterators())}.values()
+        if loaders and "prefetch_batches" not in seen:  # of a loop of the user's, around a loader of its own
+            seen["prefetch_batches"] = sum(loader._num_workers * loader._prefetch_factor for loader in loaders)
         if dist.get_backend() == "nccl":
             seen |= nccl_seen(os.environ)
         if self.cuda:

@@ -22,7 +22,7 @@ from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
-from ddpm_lab.measure.hardware import environment
+from ddpm_lab.measure.hardware import environment, machine
 from ddpm_lab.measure.others import QUIET_SECONDS, State, Watch, folded, side_by_side, tree_seconds
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
@@ -151,7 +151,7 @@ class Seat:
         if work.purpose == "quality":  # the seeds of a trial share one cache, with the runs that are timed
             trained = work.workload if work.is_own else DDPM
             work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
-        folder = version / work.run_id
+        folder = version / f"{machine().key}-{work.run_id}"  # of a checkout that several machines share
         self._filled = folder / "filled"
         self.compile_cache = "warm" if self._filled.exists() and self.member.role != "cold" else "cold"
         if self.compile_cache == "cold":
@@ -311,7 +311,8 @@ def steps_of_windows(
 
     The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps; where loader
     workers prefetch, at least 20 steps and ten times the prefetch queue. The slowest window is held to about ten times
-    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window.
+    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window. Where
+    batch sizes have no common multiple so small, the numbers of images differ by up to half a batch.
     """
     least = plan.window_steps
     if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
@@ -322,6 +323,8 @@ def steps_of_windows(
     floor = max(b * least for b in batch_sizes)
     slowest = max(s / b for b, s in pairs)  # seconds per image
     affordable = max(floor, 10 * plan.window_seconds / slowest)
+    if unit > 4 * affordable:  # of batches such as 250 and 256: about as many images, which ratios are per
+        return [max(least, round(min(needed, affordable) / b)) for b in batch_sizes]
     images = math.ceil(min(needed, affordable) / unit) * unit
     return [images // b for b in batch_sizes]
 
@@ -348,7 +351,7 @@ class _Set:
         gives_up: bool = False,
     ) -> None:
         self.instrument, self.plan, self.where = instrument, plan, where
-        self.turns, self.gives_up = turns, gives_up
+        self.turns, self.gives_up, self.asked = turns, gives_up, plan
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
@@ -415,7 +418,7 @@ class _Set:
             self.guard(seat, visit)
         if self.baseline_lost():
             return
-        self.plan = replace(self.plan, turns=self.plan.turns or TURNS_ALONE)  # each turn starts every group
+        self.plan = replace(self.asked, turns=self.asked.turns or TURNS_ALONE)  # each turn starts every group
         self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
