@@ -556,12 +556,12 @@ def _excess(record: RunRecord, window: Window) -> float:
     threads = min(cores, (HOST_THREADS if config.device == "cuda" else config.rank_threads(cores)) * config.node_size)
     stolen = (window.stolen_seconds or 0.0) / watched if watched else 0.0
     excess = threads + ((window.others_cores or 0.0) + stolen) - cores - CROWDED_CORES
-    if config.device == "cuda" and excess < 0:
-        # Where NVML does not tell how busy another process is, one that comes, goes or changes its memory is at work.
-        unknown = 100.0 if state.get("gpu_others_changed_bytes") else 0.0
-        percent = state.get("gpu_others_percent")
-        return (unknown if percent is None else percent) - BUSY_GPU_PERCENT
-    return excess if config.device == "cpu" else 100.0
+    if config.device == "cpu":
+        return excess
+    # Where NVML does not tell how busy another process is, one that comes, goes or changes its memory is at work.
+    unknown = 100.0 if state.get("gpu_others_changed_bytes") else 0.0
+    percent = state.get("gpu_others_percent")
+    return 100.0 if excess >= 0 else (unknown if percent is None else percent) - BUSY_GPU_PERCENT
 
 
 # --- what a gradient check says of a configuration: sound, or what is wrong ---

@@ -71,7 +71,7 @@ for shape in ((4, 64, 32), (1, 256, 256), (1, 16, 256)):  # heads, positions and
         except RuntimeError as error:
             print(shape, kernel.name, str(error).splitlines()[0])
 END
-# Each in an equal part of the time that is left, or four minutes, in which an H100 gets its four sets.
+# Each in an equal part of the time that is left, or five minutes: an H100 took a minute for a set of four formats.
 questions=(amp torch_compile profile workers batch_size peers "peers --parts levers") jobs=() tried=0
 if [[ $device == cpu ]]; then questions=("${questions[@]:0:6}"); fi
 if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
@@ -80,7 +80,7 @@ for question in "${questions[@]}"; do
 done
 for question in "${jobs[@]}"; do
   seconds=$(((end - SECONDS) / (${#jobs[@]} - tried++)))
-  seconds=$((seconds < 240 ? 240 : seconds))
+  seconds=$((seconds < 300 ? 300 : seconds))
   # shellcheck disable=SC2086 # a question, and its option
   lab "${network}_${question##* }" $((seconds + 60)) run $question --network $network --preset "$size" \
     --output-dir "$work" --minutes "$(awk "BEGIN { print $seconds / 60 }")"

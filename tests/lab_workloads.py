@@ -58,6 +58,15 @@ def looping() -> Iterator[None]:
             yield
 
 
+def pooling() -> Iterator[None]:
+    """A loop that has had torch's compiler start its helper processes."""
+    from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415 - it takes seconds
+
+    AsyncCompile.process_pool()
+    while True:
+        yield
+
+
 def hum() -> None:
     """Compute for ever, and let others have the interpreter meanwhile."""
     data = bytes(1 << 22)
@@ -168,12 +177,12 @@ class Phased(Planted):
     def step(self, batch: Any) -> float:
         del batch
         mark, truth = self.context.mark, self.truth[-1]
+        times: list[float] = []
+        thread = threading.Thread(target=self.exchange, args=(times,))  # here: it takes a while, and no phase's time
         self.busy("unnamed", float(self.option("unnamed_seconds", 0.0)))
         for phase in ("copy", "forward"):
             mark(phase)
             self.busy(phase)
-        times: list[float] = []
-        thread = threading.Thread(target=self.exchange, args=(times,))
         mark("backward")
         start = time.perf_counter()
         thread.start()

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
@@ -13,6 +14,7 @@ from planted_machines import MACHINES, Planted, profiled, seconds, study, told
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.cli.measure import bottleneck_study
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
@@ -20,6 +22,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions import bottleneck as question
+from ddpm_lab.questions import planning
 from ddpm_lab.questions import recommendation as ranked
 from ddpm_lab.questions.bottleneck import (
     MET,
@@ -357,3 +360,16 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_measured(call: Ca
     check_memory(fits, 2**30, "the machine")
     with pytest.raises(ConfigError, match="global_batch_size is 43,691"):
         check_memory(replace(fits, global_batch_size=43_691), 2**30, "the machine")
+
+
+def test_what_is_the_same_is_judged_by_the_resolution_that_was_asked_for(tmp_path: Path, data: Path) -> None:
+    asked: dict[str, Any] = {
+        "output_dir": tmp_path,
+        "data": str(data),
+        "image_size": 8,
+        "network": "tiny",
+        "device": "cpu",
+    }
+    planned = planning.plan_question("bottleneck", minutes=0, resolution=0.1, quiet=True, **asked)
+    planned.ledger.touch()
+    assert bottleneck_study(planned).resolution == 0.1

@@ -100,6 +100,20 @@ def test_batches_that_a_loader_of_the_users_holds_ready_are_known() -> None:
         assert [rank["prefetch_batches"] for rank in g.witness()] == [2 * 3]
 
 
+@pytest.mark.slow
+def test_what_compiled_has_ended_before_others_are_timed() -> None:
+    with group(RunConfig(workload="lab_workloads:pooling", global_batch_size=1)) as g:
+
+        def helpers() -> list[str]:
+            below = psutil.Process(g.pids[0]).children(recursive=True)
+            return [" ".join(child.cmdline()) for child in below if child.status() != psutil.STATUS_ZOMBIE]
+
+        g.window(settle=0, steps=1, limit=60, stage="testing")
+        assert any("compile_worker" in command for command in helpers())
+        g.witness()
+        assert not any("compile_worker" in command for command in helpers())
+
+
 def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a scheduler, or in a container: parent and ranks stop together for longer than any limit."""
 

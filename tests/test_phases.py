@@ -46,7 +46,7 @@ Known = list[tuple[dict[str, Any], dict[str, float]]]
 def known(request: pytest.FixtureRequest) -> Known:
     """Windows, each with the workload's own truth of the same steps, in seconds per step.
 
-    Several, for quartiles: a process that loses its core between a mark and the workload's own look at the clock spoils
+    Several, for medians: a process that loses its core between a mark and the workload's own look at the clock spoils
     one window. No phase is short: what Python does between the two looks is some 40 us on a slow machine.
     """
     with group("phased", unnamed_seconds=request.param) as g:
@@ -60,8 +60,8 @@ def known(request: pytest.FixtureRequest) -> Known:
 
 
 def error(known: Known, found: Callable[[dict[str, Any]], float], true: str) -> float:
-    """Relative error: the lower quartile over windows, since what takes the core in between only adds to it."""
-    return statistics.quantiles([abs(found(window) / truth[true] - 1) for window, truth in known])[0]
+    """Median over windows of the relative error."""
+    return statistics.median(abs(found(window) / truth[true] - 1) for window, truth in known)
 
 
 @pytest.mark.alone

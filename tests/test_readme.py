@@ -41,7 +41,7 @@ ELSEWHERE = {
 }
 ON_A_GPU = {
     "bf16 in place of exact fp32": ("amp", "seed, batch 128, 1 GPU", "bf16"),
-    "tf32, torch's default": ("amp", "seed, batch 128, 1 GPU", "tf32"),
+    "tf32, torch's default for": ("amp", "seed, batch 128, 1 GPU", "tf32"),
     "bf16 in place of tf32": ("amp", "seed, batch 128, 1 GPU", "bf16", "tf32"),
     "torch.compile of that": ("torch_compile", "seed, batch 128, 1 GPU, bf16", "compiled"),
 }
@@ -97,7 +97,7 @@ def test_the_gpu_was_as_busy_as_the_readme_says() -> None:
         name = {"fp32 again": "fp32", "eager": "bf16", "eager again": "bf16"}.get(record["label"], record["label"])
         busy[name] += [w["state"]["gpu_utilisation_percent"] for w in record["windows"]]
     fp32, bf16, compiled = (f"{np.mean(busy[name]):.0f} %" for name in ("fp32", "bf16", "compiled"))
-    assert f"the GPU was busy {fp32} of the time in fp32, {bf16} in bf16, {compiled} compiled" in README
+    assert f"The GPU was busy {fp32} of the time in fp32, {bf16} in bf16, {compiled} compiled" in README
 
 
 def test_every_ratio_of_the_readme_is_derived_here() -> None:

@@ -145,6 +145,30 @@ def test_only_what_trials_call_not_worse_is_recommended() -> None:
     ]
 
 
+def test_a_number_format_is_judged_by_the_same_work() -> None:
+    """Where nothing is known of that, by any other on the device."""
+    narrow, wide = replace(planted.BASE, precision="bf16"), replace(planted.BASE, world_size=2)
+    compiled = make.sets(
+        {"compiled": (replace(narrow, compile="whole"), 1.5)}, baseline=narrow, experiment="torch_compile"
+    )
+    slow = make.sets({"bf16": (replace(wide, precision="bf16"), 0.8)}, baseline=wide, family="2 ranks")
+
+    def faster(*amp: RunRecord) -> tuple[bool, str]:
+        study = make.study([*amp, *compiled], RECOMMENDATION)
+        labels = [c.label for c in question.faster(question.measured(study), [quality.NOT_MEASURED])]
+        return "compiled" in labels, answer(study).finding.headline
+
+    here = {ratio: make.sets({"bf16": (narrow, ratio)}, baseline=planted.BASE) for ratio in (1.3, 1.0, 0.8)}
+    assert faster(*here[1.3], *slow)[0]
+    assert faster(*here[0.8], *slow) == (
+        False,
+        "Keep the defaults: the only gains are in bf16, which is itself not faster",
+    )
+    assert not faster(*slow)[0]
+    few = make.sets({"bf16": (narrow, 1.3)}, baseline=planted.BASE, count=2)
+    assert "not known to be faster" in faster(*few)[1]
+
+
 def test_a_step_that_gains_nothing_by_itself_does_not_end_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted, "TOGETHER", 1.6)
     records = planted.searched(gains={}, winner=(1, 1, 0, 0))

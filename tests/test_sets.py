@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records as make
 from conftest import busy_config
 
 from ddpm_lab.config import RunConfig
@@ -123,6 +124,23 @@ def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     assert all(r.stages["start"] > 0 for r in records)
 
 
+@pytest.mark.slow
+def test_a_set_that_no_longer_fits_in_its_turns_is_not_restarted_for_as_many(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sets._Set._take_turns
+
+    def take_turns(run: Any, *given: Any) -> None:
+        if len(given) == 3:  # beside each other
+            raise sets._DoesNotFitTogether
+        real(run, *given)
+
+    monkeypatch.setattr(sets._Set, "_take_turns", take_turns)
+    monkeypatch.setattr(sets, "TURNS_ALONE", 1)
+    records = measured(instrument, dataclasses.replace(short_plan, turns=0), turns=lambda *_: 40)
+    assert [(r.plan.turns, len(r.windows)) for r in records] == [(1, 1)] * 2
+
+
 def test_who_does_not_sleep_while_others_are_measured_is_refused(instrument: Instrument, short_plan: Plan) -> None:
     records = measured(instrument, short_plan, ("humming", busy_config(hums=True)))
     assert [r.status for r in records] == ["ok", "ok", "refused"]
@@ -147,9 +165,15 @@ def start(instrument: Instrument, role: str, key: str = "a" * 12) -> tuple[str |
     return seat.compile_cache, inductor
 
 
-def test_a_cold_compile_starts_with_empty_caches_and_sets_start_from_what_it_left(instrument: Instrument) -> None:
+def test_a_cold_compile_starts_with_empty_caches_and_sets_start_from_what_it_left(
+    instrument: Instrument, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [start(instrument, role) for role in ("cold", "cold", "candidate")]
     assert [cache for cache, _ in found] == ["cold", "cold", "warm"]
+    with monkeypatch.context() as elsewhere:  # of a checkout that two machines share
+        elsewhere.setattr(sets, "machine", lambda: make.CPU)
+        assert start(instrument, "candidate")[0] == "cold"
+    assert start(instrument, "candidate")[0] == "warm"
     found[-1][1].with_name("filled").unlink()  # as a compile that was killed
     assert start(instrument, "candidate")[0] == "cold"
 

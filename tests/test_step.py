@@ -98,6 +98,15 @@ def test_the_compiler_that_is_demanded_is_the_one_that_would_run(
         require(lacking)
 
 
+@pytest.mark.usefixtures("ampere")
+def test_a_variable_by_which_fp32_would_run_in_tf32_unseen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require(RunConfig(device="cuda"))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    require(RunConfig())
+    with pytest.raises(Unsupported, match="NVIDIA_TF32_OVERRIDE is set"):
+        require(RunConfig(device="cuda"))
+
+
 @pytest.fixture
 def usual_kernels() -> Iterator[None]:
     yield

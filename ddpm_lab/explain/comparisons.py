@@ -238,10 +238,9 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
     repeated = next((t for t in compared if t.role == TWIN and t.baseline_id == c.baseline_id), None)
     twin = stats.estimate([log for set_id, log in repeated.logs if set_id in rested_on] if repeated else [])
     # Where the twin's interval excludes 1, only effects beyond its far end may be called.
-    far = max(twin.high, 1 / twin.low) if twin.exists and not twin.contains(1) else 0.0
-    if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= far:
+    if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= twin.apart:
         word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
-    elif word == stats.SAME and far > 1 + c.resolution:
+    elif word == stats.SAME and twin.apart > 1 + c.resolution:
         word, why = stats.INCONCLUSIVE, "the repeated baseline differs by more"
     elif word == stats.INCONCLUSIVE and not ratio.contains(1):
         why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"

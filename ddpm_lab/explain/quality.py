@@ -141,12 +141,11 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
     """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
 
     Only trials of one extent count: those with the most held-out draws that both have, of them the longest that decide:
-    longer ones of which too few have ended take nothing back. Without
-    held-out losses the final weights of equal seeds decide: identical, or no verdict. Where a baseline's loss stopped
-    being finite, or is still above the one that shows harm, there is none either; where that loss is not known, none
-    but worse.
+    longer ones of which too few have ended take nothing back. Without held-out losses the final weights of equal seeds
+    decide: identical, or no verdict. Where a baseline's loss stopped being finite, or is still above the one that shows
+    harm, there is none either; where that loss is not known, none but worse.
     """
-    found, open_ = _UNKNOWN, None
+    found, undecided = _UNKNOWN, None
     for size in sorted({extent(r) for r in candidate}, reverse=True):
         ours, base = (
             {r.config.seed: r for r in side if extent(r) == size and r.status in ("ok", DIVERGED)}
@@ -180,8 +179,8 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         found = replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
         if found.verdict in DECIDED:
             return found
-        open_ = open_ or found
-    return open_ or found
+        undecided = undecided or found
+    return undecided or found
 
 
 def _too_short(base: Sequence[RunRecord]) -> str:

@@ -45,6 +45,11 @@ class Interval:
         """The interval of 1 / value."""
         return replace(self, value=1 / self.value, low=1 / self.high, high=1 / self.low)
 
+    @property
+    def apart(self) -> float:
+        """How far an interval that excludes 1 reaches from it, as a ratio above 1; 1 of any other."""
+        return max(self.high, 1 / self.low) if self.exists and not self.contains(1) else 1.0
+
     def contains(self, x: float) -> bool:
         """Whether ``x`` lies within the interval; False without one."""
         return self.low <= x <= self.high

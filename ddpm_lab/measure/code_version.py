@@ -32,11 +32,10 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distribution
 VARIABLES = (
     *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_"),
     *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_ALGO", "NCCL_P"),
-    "TORCHINDUCTOR_",
+    *("TORCHINDUCTOR_",),
 )
-"""How the names of variables begin that count."""
-PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
-"""Of these, those that change no step."""
+"""How the names of variables begin that count, but for those that change no step."""
+BUT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
@@ -123,7 +122,7 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := _version(name))]
-    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in PLACES)
+    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in BUT)
     parts += [f"{name}={os.environ[name]}" for name in variables]
     found = CodeVersion(digest(parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them

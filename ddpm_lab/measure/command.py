@@ -23,7 +23,7 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
-from ddpm_lab.measure.group import GroupFailed, Limits
+from ddpm_lab.measure.group import Awake, GroupFailed, Limits
 from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, end_guarded, guarded, host_id, temporary
 
 HOOK = Path(__file__).with_name("hook.py")
@@ -117,7 +117,7 @@ class CommandGroup:
         """Wait until every rank has made its first step."""
         greetings: dict[int, dict[str, Any]] = {}
         peers: dict[int, _Peer] = {}
-        begun, limit = time.monotonic(), self.limits.build_seconds
+        begun, limit, awake = time.monotonic(), self.limits.build_seconds, Awake()
         while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
             ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
             if self._listener in ready:
@@ -132,7 +132,7 @@ class CommandGroup:
                     peers[said["rank"]], greetings[said["rank"]] = peer, said
             if not ready and self._ended():
                 self._fail("before a step of a torch optimizer")
-            if time.monotonic() - begun > limit:
+            if awake.seconds() > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch"
                 how = f"no step of a torch optimizer in {self.limits.told(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
@@ -187,6 +187,7 @@ class CommandGroup:
 
     def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
         begun = shown = time.monotonic()
+        awake = Awake()
         for peer in self._peers:
             peer.heard = begun
             peer.tell(**command)
@@ -195,7 +196,7 @@ class CommandGroup:
             if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
                 self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
             now = time.monotonic()
-            if now - max(peer.heard for peer in pending) > limit:
+            if awake.seconds() > limit and now - max(peer.heard for peer in pending) > limit:
                 raise GroupFailed("timed out", f"made no step for {limit:.0f} s while {stage}{self._last()}")
             if now - shown >= 2:
                 shown = now

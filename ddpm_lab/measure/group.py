@@ -22,7 +22,7 @@ from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
 
 FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
 
-AWAY_SECONDS = 5.0  # between two looks: this process was stopped itself
+AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself
 SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
 LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
 
@@ -55,6 +55,21 @@ class Limits:
         """A limit that is over, for a sentence."""
         more = limit == self.build_seconds < Limits().build_seconds
         return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
+
+
+class Awake:
+    """For how long this process has been awake: while a whole job is suspended, nobody's silence counts."""
+
+    def __init__(self) -> None:
+        self._looked = self._since = time.monotonic()
+
+    def seconds(self) -> float:
+        """Since it began, or came back."""
+        now = time.monotonic()
+        if now - self._looked > AWAY_SECONDS:
+            self._since = now
+        self._looked = now
+        return now - self._since
 
 
 class Group:
@@ -177,29 +192,26 @@ class Group:
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
         """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
         pending = dict(enumerate(self._ranks))
-        begun = shown = looked = back = time.monotonic()
+        begun = shown = time.monotonic()
+        watching = Awake()
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
-            if (now := time.monotonic()) - looked > AWAY_SECONDS:
-                back = now  # all of the job was suspended: nobody's silence counts
-            looked = now
+            awake = watching.seconds()
             for number, rank in list(pending.items()):
                 if (said := rank.hear()) == DONE:
                     del pending[number]
                 elif said:
                     self._fail(stage, number)
             lives = {number: rank.life() for number, rank in pending.items()}
-            stopped = {n: min(life.frozen_seconds, time.monotonic() - back) for n, life in lives.items()}
-            frozen = {n: seconds for n, seconds in stopped.items() if seconds > FROZEN_SECONDS}
-            if frozen:
+            frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
+            if frozen and awake > FROZEN_SECONDS:
                 number = max(frozen, key=frozen.__getitem__)
                 how = f"{self._name(number)} was stopped by a signal while {stage}, in {self._doing(number)}"
                 raise GroupFailed("timed out", how)
             last = min((life.steps for life in lives.values()), default=0)
             # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
             behind = {number: life for number, life in lives.items() if life.steps == last}
-            silent = time.monotonic() - back
-            if behind and all(min(life.silent_seconds, silent) > limit for life in behind.values()):
+            if behind and awake > limit and all(life.silent_seconds > limit for life in behind.values()):
                 number = min(behind, key=lambda n: behind[n].marks)
                 alone = any(rank.life().steps > last + 1 for rank in self._ranks)
                 detail = self._ranks[number].stack()

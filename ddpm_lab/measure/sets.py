@@ -390,8 +390,10 @@ class _Set:
 
     def _see_them_asleep(self) -> None:
         """Refuse groups that go on computing before their turn: they would slow down the windows of others alone."""
-        awake, ends = [s for s in self.seats if not s.failure], time.monotonic() + QUIET_SECONDS
-        while awake and time.monotonic() < ends:  # loader workers may still have to fill their queue
+        awake = [s for s in self.seats if not s.failure]
+        filling = max((s.prefetch_batches * s.warm_step_seconds for s in awake), default=0.0)  # of loader workers
+        ends = time.monotonic() + QUIET_SECONDS + 2 * filling
+        while awake and time.monotonic() < ends:
             before = [tree_seconds(s.alive.roots) for s in awake]
             time.sleep(ASLEEP_SECONDS)
             cores = [(tree_seconds(s.alive.roots) - b) / ASLEEP_SECONDS for s, b in zip(awake, before, strict=True)]

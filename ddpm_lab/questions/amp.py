@@ -37,8 +37,11 @@ def amp(
         batch = setup.batch_size(global_batch_size, ranks)
         name, base = setup.family_name(batch, ranks), setup.config(global_batch_size=batch, world_size=ranks)
         rows = tuple((p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32") if p in wanted and p in able)
-        family = Family(name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16")
-        families.append(replace(family, together=setup.device == "cuda"))
+        side_by_side = setup.device == "cuda"
+        family = Family(
+            name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16", together=side_by_side
+        )
+        families.append(family)
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
     return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
 

@@ -203,15 +203,12 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     if row.verdict == stats.SLOWER and ratio.high < least:
         how = f"by {phrases.share(1 - ratio.value)}, and at least by {phrases.share(1 - ratio.high)}, {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
-    # A baseline that does not repeat itself hides as much as that.
-    unsure = row.noise.exists and not row.noise.contains(1)
-    hidden = max(row.noise.high, 1 / row.noise.low) if unsure else 1.0
-    if ratio.low / hidden > least:
+    if ratio.low / row.noise.apart > least:  # a baseline that does not repeat itself hides as much
         by = "" if ratio.low >= 1 else f" by at most {most}, {allowed}"
         return _said(PASSED, pair.format("is" if by else "is not") + by)
     text = f"{pair.format('may be')} by up to {most}, {allowed}"
     if ratio.low > least:
-        text = f"the repeated baseline differs from itself by up to {phrases.share(hidden - 1)}"
+        text = f"the repeated baseline differs from itself by up to {phrases.share(row.noise.apart - 1)}"
     return _said(stats.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
 
 
