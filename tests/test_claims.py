@@ -299,10 +299,13 @@ def test_gpus_decide_about_each_value_of_a_setting(key: str, ratios: dict[int, f
 def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
     for baseline, machine in ((BASE, make.CPU), (CUDA, ONE_GPU)):
         config = replace(baseline, compile="whole")
-        quick, slow = (sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8))
+        quick, slow, same = (
+            sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8, 1.0)
+        )
         found = verdict_on(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
         assert (found.verdict, "pays off after" in found.why) == (REFUTED, True)
         assert verdict(on(machine, *quick), "S004-4", "unsuitable") == NOT_MEASURED, "without its cost"
+        assert verdict(on(machine, *same, cold(config, baseline)), "S004-4", "unsuitable") == INCONCLUSIVE
         told = verdict(on(machine, *slow, cold(config, baseline)), "S004-4", "unsuitable")
         assert told == (CONFIRMED if machine is ONE_GPU else UNTESTABLE), "a slow CPU says nothing of a GPU"
 

@@ -129,6 +129,8 @@ def test_longer_trials_that_decide_nothing_take_nothing_back() -> None:
     longer = make.trials({"bf16": (BF16, 0.5)}, images=40_000, seeds=1)
     assert judged(longer).verdict == NOT_ENOUGH
     assert judged([*short, *longer]) == judged(short)
+    few = [r for r in short if r.config.seed < 2]
+    assert judged([*few, *longer]) == judged(longer), "where none decides, the longest says why"
 
 
 @pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])

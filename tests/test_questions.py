@@ -156,9 +156,14 @@ def test_settings_that_are_fixed_besides() -> None:
 def test_others_come_in_the_precision_that_torch_gives_them(machine: str, precision: str) -> None:
     """But for the family that says it is in fp32."""
     asked = questions()["peers"](setup(machine, network="seed"), trainers=["the published code"])
-    found = {(f.name.endswith(BOTH_FP32), label): c.precision for f in asked.families for label, c in f.candidates}
-    assert found[False, "the published code"] == precision
-    assert found[True, "the published code"] == "fp32"
+    found = {f.name: c.precision for f in asked.families for label, c in f.candidates if label == "the published code"}
+    assert len(found) == 3, "trained as it comes and in fp32, and sampled"
+    assert all(given == ("fp32" if name.endswith(BOTH_FP32) else precision) for name, given in found.items())
+
+
+def test_on_a_gpu_all_number_formats_share_their_sets() -> None:
+    """So that each is known beside tf32 too."""
+    assert [f.together for machine in ("8 GPUs", "2 cores") for f in amp(setup(machine)).families] == [True, False]
 
 
 def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:
