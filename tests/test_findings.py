@@ -56,6 +56,11 @@ GOLDEN: dict[str, Callable[[], Study]] = {
 }
 
 
+def test_a_figure_counts_the_sets_that_its_ratio_rests_on() -> None:
+    assert "4 sets of 6 turns" in phrases.context(amp(crowded=[0, 3]))
+    assert "6 sets of 6 turns" in phrases.context(amp(crowded=range(6))), "where every set was disturbed"
+
+
 def test_bf16_is_told_beside_tf32_which_torch_uses_anyway() -> None:
     """From the sets that have both: a format can be faster than fp32 and slower than what runs without a word."""
     quiet: dict[str, Any] = {"set_noise": 1e-4, "turn_noise": 1e-4}
