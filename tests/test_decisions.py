@@ -52,6 +52,39 @@ def test_an_interval_answers_what_it_resolves_wherever_it_lies(middle: float, ha
     assert abs(middle) > half or within
 
 
+def test_a_look_costs_only_what_it_tested() -> None:
+    """Two candidates, one measured after the other: the second is at its first look, whatever was shown before it."""
+    none = np.full(4, np.nan)
+    first = np.concatenate([0.02 + 3 * ROUND[:4], none, 0.02 + 3 * ROUND[:4]])
+    second = np.concatenate([none, 0.05 + ROUND[:4], none])
+    alone, beside = stats.decided([first, second], [4, 8])
+    assert (alone.look, alone.level, alone.word) == (1, 0.035, stats.INCONCLUSIVE)
+    assert (beside.look, beside.level) == (1, 0.035)
+    assert beside.p == pytest.approx(2 * stats.estimate(second[4:8]).p)
+    again, same = stats.decided([first, second], [4, 8, 12])
+    assert (again.look, again.level, again.estimate.sets) == (2, stats.level_of_look(2), 8)
+    assert same == beside, "the third look had nothing new of it"
+    few = stats.decided([np.concatenate([ROUND[:2], none, ROUND[2:4]])], [2, 6, 8])
+    assert [(d.look, d.word) for d in few] == [(1, stats.SAME)], "a look at two sets is none"
+
+
+def test_at_different_looks_none_is_called_by_a_call_that_was_not_made() -> None:
+    """A p of 0.6 % at a second look is not enough of two; of the other 2.5 % at a first would be of one alone."""
+
+    def of(p: float, sets: int) -> list[float]:
+        """Log ratios of ``sets`` whose p-value is ``p``."""
+        spread = np.resize([1.0, -1.0], sets)
+        t = float(special.stdtrit(sets - 1, 1 - p / 2))
+        return list(spread + t * spread.std(ddof=1) / math.sqrt(sets))
+
+    dear, cheap = of(0.006, 8), of(0.025, 4)
+    found = stats.decided([np.array(dear), np.array([*[math.nan] * 4, *cheap])], [4, 8])
+    assert [d.look for d in found] == [2, 1]
+    assert [d.word for d in found] == [stats.INCONCLUSIVE, stats.INCONCLUSIVE]
+    (alone,) = stats.decided([np.array([*[math.nan] * 4, *cheap])], [4, 8])
+    assert alone.word == stats.FASTER
+
+
 def test_sets_that_resolve_an_effect_are_the_fewest_that_do() -> None:
     logs = np.random.default_rng(5).normal(0, 0.03, 12)
     for spread, added in ((None, 0.0), (Spread(variance=4e-4, df=4.0), 4.0)):

@@ -214,12 +214,15 @@ def test_a_full_disk_loses_nothing_that_was_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("alone", "steps"), [(False, 5), (True, 10**9)])
-def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int) -> None:
-    """Also where the others do not wait for it, and work on."""
-    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2, alone=alone)) as g:
+@pytest.mark.parametrize(
+    ("alone", "steps", "place", "named"),
+    [(False, 5, "forward", "rank 1"), (True, 10**9, "forward", "rank 1"), (False, 5, "all-reduce", "rank 0, rank 1")],
+)
+def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int, place: str, named: str) -> None:
+    """Also where the others do not wait for it, and work on; with those that wait for it at the very same mark."""
+    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2, fault_place=place, alone=alone)) as g:
         pids = g.pids
-        where = r"rank 1 .*in 'forward' of step 3 \(lab_workloads.py, line \d+\)"
+        where = rf"^{named} showed .*in '{place}' of step 3 \(lab_workloads.py, line \d+\)"
         with pytest.raises(GroupFailed, match=where) as caught:
             g.window(settle=0, steps=steps, limit=2, stage="testing")
     assert caught.value.status == "timed out"

@@ -280,25 +280,27 @@ def decided(
     """Return the verdicts of comparisons that are tested together, evaluated at ``looks`` sets.
 
     ``log_ratios`` holds one value a set for each comparison, in the order of measuring, NaN where a set has none. The
-    first answer (faster, slower, same) stays, whatever later sets say; without one it is what the last look says. Looks
-    at fewer than LEAST_SETS sets test nothing and cost nothing. ``spreads`` has one for each look and
-    comparison. A primary comparison is given alone.
+    first answer (faster, slower, same) stays, whatever later sets say; without one it is what the last look says. A
+    look costs only those comparisons that it tested: with LEAST_SETS or more, and more than at the look before.
+    ``spreads`` has one for each look and comparison. A primary comparison is given alone.
     """
-    by_look = spreads or [[None] * len(log_ratios)] * len(looks)
-    counts = [(n, s) for n, s in zip(looks, by_look, strict=True) if n >= LEAST_SETS]
-    counts = counts or list(zip(looks, by_look, strict=True))[-1:]
-    found: list[Decision] = []
-    for look, (count, of_look) in enumerate(counts, 1):
+    nothing = Decision(word=TOO_FEW, look=0, level=FIRST_LOOK, estimate=estimate([]), p=math.nan)
+    found = [nothing] * len(log_ratios)
+    for count, of_look in zip(looks, spreads or [[None] * len(log_ratios)] * len(looks), strict=True):
         estimates = [
             estimate(np.asarray(values, dtype=float)[:count], spread)
             for values, spread in zip(log_ratios, of_look, strict=True)
         ]
-        level, adjusted = level_of_look(look), holm([e.p if e.sets >= LEAST_SETS else math.nan for e in estimates])
-        now = [
-            Decision(word=verdict(e, p, level, resolution), look=look, level=level, estimate=e, p=p)
-            for e, p in zip(estimates, adjusted, strict=True)
-        ]
-        found = [old if old.word in ANSWERS else new for old, new in zip(found or now, now, strict=True)]
+        tested = [e.sets >= LEAST_SETS and e.sets > d.estimate.sets for e, d in zip(estimates, found, strict=True)]
+        mine = [d.look + new for d, new in zip(found, tested, strict=True)]
+        # Holm's steps in shares of each comparison's own level, so that none rests on a call that was not made.
+        dearer = [FIRST_LOOK / level_of_look(max(look, 1)) for look in mine]
+        shares = [e.p * d if e.sets >= LEAST_SETS else math.nan for e, d in zip(estimates, dearer, strict=True)]
+        for i, (e, share) in enumerate(zip(estimates, holm(shares), strict=True)):
+            if found[i].word not in ANSWERS and e.sets > found[i].estimate.sets:
+                p, level = share / dearer[i], FIRST_LOOK / dearer[i]
+                word = verdict(e, p, level, resolution)
+                found[i] = Decision(word=word, look=mine[i], level=level, estimate=e, p=p)
     return found
 
 

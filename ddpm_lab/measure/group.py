@@ -212,12 +212,15 @@ class Group:
             # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
             behind = {number: life for number, life in lives.items() if life.steps == last}
             if behind and awake > limit and all(life.silent_seconds > limit for life in behind.values()):
-                number = min(behind, key=lambda n: behind[n].marks)
+                least = min(life.marks for life in behind.values())
+                stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
                 alone = any(rank.life().steps > last + 1 for rank in self._ranks)
-                detail = self._ranks[number].stack()
-                how = f"showed no sign of life for {self.limits.told(limit)} while {stage}, in {self._doing(number)}"
-                how += place_in(detail) + "; others went on without it: do all exchange gradients?" * alone
-                raise GroupFailed("timed out", f"{self._name(number)} {how}", detail)
+                doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
+                how = f"showed no sign of life for {self.limits.told(limit)} while {stage}, in {doing}{places}"
+                how += "; others went on without it: do all exchange gradients?" * alone
+                # Of some that stopped at one mark nobody can say who waits for whom.
+                who = ", ".join(map(self._name, stacks))
+                raise GroupFailed("timed out", f"{who} {how}", "\n".join(stacks.values()))
             now = time.monotonic()
             if now - shown >= 2:
                 shown = now

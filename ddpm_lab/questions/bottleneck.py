@@ -128,13 +128,14 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
     workers = sorted({0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers})
     ranks = most_ranks if cuda else min(2, most_ranks)
     exchange, optimizer = config.exchange, config.optimizer
+    fused = "fused kernels" if config.channels_last else "fused kernels in channels last"
     rows: list[tuple[bool, str, dict[str, Any]]] = [
         (files, "packed data", {"loader": "packed", "loader_workers": 0}),
         *((files, f"{n} loader worker{'s' * (n != 1)}", {"loader_workers": n}) for n in workers if n <= usable_cores),
         (cuda and config.loader in ("files", "packed"), "resident data", {"loader": "resident", "loader_workers": 0}),
         *((cuda or name != "tf32", name, {"precision": name}) for name in ("bf16", "tf32", "fp32")),
         (not eager, "eager", {"compile": "off", "compile_mode": "default"}),
-        (eager and config.workload == DDPM, "fused kernels", {"kernels": "fused"}),
+        (eager and config.workload == DDPM, fused, {"kernels": "fused", "channels_last": True}),
         (not cuda, "freed memory kept", {"freed_memory": "kept"}),
         (True, "channels last", {"channels_last": True}),
         (True, "losses not read", {"read_loss": False}),
