@@ -71,6 +71,14 @@ def test_what_the_ledger_has_is_not_measured_again_and_a_kill_costs_the_unfinish
     assert lab.sets == [("f", [*BOTH, "c3"])] * 3, "a candidate added later has sets of its own"
 
 
+def test_a_report_goes_on_only_with_what_it_showed_from_too_few_sets(lab: Lab) -> None:
+    for sets, more in ((3, True), (4, False)):
+        lab.forget()
+        lab.run(ONE, sets=sets, exact=True)
+        lab.campaign(ONE, sets=6).look()
+        assert bool(lab.run(ONE, sets=6, further=False).measured_sets) == more
+
+
 def test_sets_of_another_code_plan_machine_or_data_do_not_count(lab: Lab) -> None:
     lab.run(ONE)
     here = lab.ledger.read()[0]
@@ -85,16 +93,18 @@ def test_sets_of_another_code_plan_machine_or_data_do_not_count(lab: Lab) -> Non
 
 
 def test_failures_that_last_are_not_tried_again_and_others_twice_in_a_run(lab: Lab) -> None:
+    """What found no memory is tried once a run: another process may have had it."""
     asked = experiment(family("f", 2))
     both, first = ("f", [*BOTH, "c1", "c2"]), ("f", [*BOTH, "c1"])
-    for status, sets in {"oom": [both, first, first], "crashed": [both, ("f", [*BOTH, "c2"]), first, first]}.items():
+    once, twice = [both, first, first], [both, ("f", [*BOTH, "c2"]), first, first]
+    for status, sets in {"diverged": once, "oom": once, "crashed": twice}.items():
         lab.forget()
         lab.failures = {config(2).run_id: status}
         lab.run(asked)
         assert lab.sets == sets
         lab.failures = {}
         lab.run(asked)
-        assert lab.sets == ([] if status == "oom" else [("f", [*BOTH, "c2"])] * 3)
+        assert lab.sets == ([] if status == "diverged" else [("f", [*BOTH, "c2"])] * 3)
     lab.forget()
     lab.failures = {config(0).run_id: "crashed"}
     assert lab.run(experiment(family("bad", 2), family("good", 1, first=10))).held.any

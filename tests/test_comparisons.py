@@ -102,6 +102,28 @@ def test_an_effect_within_what_the_twin_differs_by_is_not_called() -> None:
         assert bool(found.why) == (word is None)
 
 
+def test_a_twin_speaks_for_its_own_family() -> None:
+    """Two families of one baseline, such as strong and weak scaling: only the second one's twin is off."""
+    off = 0.1 + ROUND[:6]
+    first = planted({"two": 0.4 + ROUND[:6]}, NONE[:6], family="strong")
+    second = planted({"bf16": 0.05 + ROUND[:6]}, [*off], family="weak", primary="", seed=1)
+    second = [replace(r, set_id=f"{r.set_id[:-2]}9{r.set_id[-2:]}") for r in second]
+    assert row(second).verdict == row([*first, *second]).verdict == stats.INCONCLUSIVE
+    assert row([*first, *second], "two").verdict == stats.FASTER
+
+
+def test_what_the_twin_forbade_by_chance_is_called_once_more_sets_clear_it() -> None:
+    logs, twin = 0.03 + ROUND[[0, 1, 2, 3, 4, 5, 6, 7] * 2], np.resize(ROUND, 16) / 4
+    twin[:4] += 0.05
+    records = planted({"bf16": logs + twin / 2}, [*twin])
+    first = [r for r in records if number(r) < 4]
+    looks = [look(records, range(4), 0), look(records, range(16), 30)]
+    before, after = row(first, looks=looks[:1]), row(records, looks=looks)
+    assert (before.verdict, before.sets) == (stats.INCONCLUSIVE, 4)
+    assert "repeated baseline" in before.why
+    assert (after.verdict, after.sets) == (stats.FASTER, 4), "the call that was made first"
+
+
 def test_the_primary_comparison_is_tested_alone_and_the_others_together() -> None:
     """The same sets: called where they are primary, not called as one of two secondary comparisons."""
     logs = 0.035 + 3 * ROUND
@@ -131,6 +153,17 @@ def test_each_look_is_paid_for_and_those_of_one_moment_are_one() -> None:
     other = make.sets({"other": (replace(BF16, seed=5), 1.0)}, baseline=RunConfig(seed=5), family="other", seed=5)
     before = replace(looks[0], look={"sets": sorted({r.set_id for r in other}), "log_ratios": {}})
     assert row([*records, *other], looks=[before, look(records, range(8), 30)]).level == 0.035, "of another family"
+
+
+def test_what_a_killed_run_had_measured_is_shown_beside_what_was_shown_before() -> None:
+    records = planted({"bf16": 0.2 + ROUND, "late": [math.nan] * 4 + [0.2, 0.21, 0.2, 0.19]}, NONE, primary="")
+    records = [r for r in records if r.label != "late" or number(r) >= 4]
+    records = [r for r in records if r.label != "bf16" or number(r) < 4]
+    looks = [look(records, range(4), 0)]
+    assert [(row(records, label, looks).sets, row(records, label, looks).verdict) for label in ("bf16", "late")] == [
+        (4, stats.FASTER),
+        (4, stats.FASTER),
+    ]
 
 
 def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:

@@ -1,5 +1,6 @@
 """Findings and tables say what the records hold, and no more."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import records as make
 from drawn_studies import STUDIES
 from scaled_records import all_reduces
+from setups import setup
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, phrases, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
-from ddpm_lab.questions.ask import answer
+from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.exchange import NO_EXCHANGE
 from ddpm_lab.record import RunRecord
 
@@ -199,3 +201,50 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         assert findings.way_out_of(found, own_images=found is large) == command
     assert " --resolution 3% (about " in findings.way_out_of(row(1.0, set_noise=0.03))
     assert "over two hours" in findings.way_out_of(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "grid"),
+    [
+        ("amp", "full", {}),
+        ("amp", "quick", {"world_sizes": [2], "global_batch_size": 64}),
+        ("batch_size", "full", {"precision": "bf16", "world_size": 2}),
+        ("exchange", "quick", {"world_sizes": [4], "precision": "bf16"}),
+        ("multi_gpu", "full", {}),
+        ("multi_gpu", "quick", {"precision": "bf16", "loader_workers": 2}),
+        ("torch_compile", "full", {}),
+        ("torch_compile", "quick", {"precision": "bf16"}),
+        ("workers", "full", {"precisions": ["bf16"]}),
+        ("workers", "quick", {"worker_counts": [0, 5]}),
+    ],
+)
+def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(
+    name: str, preset: str, grid: dict[str, Any]
+) -> None:
+    """With no preset, and nothing else of what was typed before."""
+    family = ask(name, setup(preset, cores=8), **grid).families[0]
+    named: dict[str, Any] = {"family": family.name, "primary": family.primary, "experiment": name, "count": 2}
+    sides = {label: (config, 1.0) for label, config in family.candidates}
+    asked = answer(make.study(make.sets(sides, baseline=family.baseline, **named))).finding.way_out
+    words = shlex.split(asked.removeprefix(f"ddpm-lab run {name} "))
+    typed = {option[2:].replace("-", "_"): value for option, value in zip(words[::2], words[1::2], strict=True)}
+    again = {n.replace("batch", "global_batch"): _value(v, several=n in SEVERAL) for n, v in typed.items()}
+    measured = ask(name, setup("quick", cores=8), **again).families
+    wanted = (family.baseline.run_id, dict(family.candidates)[family.primary].run_id)
+    assert wanted in {(f.baseline.run_id, config.run_id) for f in measured for _, config in f.candidates}
+
+
+SEVERAL = {"batch_sizes", "world_sizes", "precisions", "worker_counts"}
+
+
+def _value(typed: str, *, several: bool) -> Any:
+    values = [int(v) if v.isdigit() else v for v in typed.split(",")]
+    return values if several else values[0]
+
+
+def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -> None:
+    large = RunConfig(network="seed", global_batch_size=64)
+    found = make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large)
+    study = make.study(found)
+    told = findings.how_to_judge(study, answer(study).finding, trains=True)
+    assert told == "ddpm-lab run amp --network seed --batch-size 64 --seeds 8"

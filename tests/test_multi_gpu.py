@@ -129,6 +129,14 @@ def test_what_was_measured_overrules_the_prior(
     assert bool(found.way_out()) == (answer == stats.INCONCLUSIVE)
 
 
+def test_what_was_measured_on_some_of_the_cores_counts() -> None:
+    one = RunConfig(global_batch_size=64, threads=3)
+    two = replace(one, world_size=2, threads=1)
+    some = make.sets({"2 ranks": (two, 1.5)}, baseline=one, experiment="multi_gpu", family="tiny, batch 64")
+    assert (found := ask(some, network="tiny", device="cpu")).source == "measured"
+    assert found.answer == MULTI
+
+
 def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
     both = (gpus({2: 0.7}, batch=32), gpus({2: 1.7}, batch=256))
     for batch, said, nearest in ((64, SINGLE, 32), (128, MULTI, 256)):

@@ -189,6 +189,19 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     assert (plan("batch_size"), looked)[1] == [2, 2], "another question chooses its own"
 
 
+def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Asking) -> None:
+    def precision(network: str, **settings: Any) -> str:
+        return base_of(plan("torch_compile", network=network, **settings)).precision
+
+    seed = plan(network="seed")
+    write(seed, sets_of(seed, 6))
+    assert (precision("seed"), precision("tiny")) == ("bf16", "fp32")
+    for preset, later in (("smoke", "bf16"), ("quick", "fp32")):  # what was compiled first stays, of smoke nothing does
+        compiled = plan("torch_compile", network="seed", precision="fp32", preset=preset)
+        write(compiled, sets_of(compiled, 1))
+        assert precision("seed") == later
+
+
 def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     one = plan("multi_gpu", cores=1)
     assert not any(f.candidates for f in one.campaign.experiment.families)

@@ -29,11 +29,12 @@ from ddpm_lab.config import DDPM, LOADER_ALONE, OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Value
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Family, Plan, Value
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
+from ddpm_lab.questions.search import admissible
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.training_run import plan_training
 
@@ -205,6 +206,40 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
     assert told == pytest.approx(ends, abs=0.006)
 
 
+def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:
+    records = [r for r in planted.searched(winner=(0, 0, 0, 0)) if r.experiment != SEARCH]
+    found = question.answer(study(records)).finding
+    assert (found.status, found.way_out) == (stats.TOO_FEW, "ddpm-lab recommend")
+
+
+def test_a_search_goes_on_after_a_set_that_others_disturbed() -> None:
+    """The campaign measures at once; a neighbour is there during its first set."""
+    space, sets = planted.SPACE, list[list[RunRecord]]()
+
+    def measure(family: Family, rows: Sequence[tuple[str, RunConfig]]) -> list[RunRecord]:
+        cells = {config: cell for cell, config in space.cells.items()}
+        found = {name: (config, planted.speed(space, cells[config], planted.GAINS)) for name, config in rows}
+        busy: dict[str, Any] = {"crowded": [0]} if not sets else {}
+        how: dict[str, Any] = {"baseline": space.baseline, "baseline_label": "start", "experiment": SEARCH}
+        sets.append(make.sets(found, count=1, seed=len(sets), family=family.name, **how, **busy))
+        return sets[-1]
+
+    name = Family(name="tiny, batch 8", baseline=space.baseline, baseline_label="start", candidates=())
+    campaign = SimpleNamespace(
+        experiment=SimpleNamespace(space=space, families=(name,)),
+        instrument=SimpleNamespace(code=SimpleNamespace(key="code")),
+        **{"machine_key": "here", "target": SimpleNamespace(plan=Plan()), "measure": measure},
+        ledger=SimpleNamespace(read=lambda _: ([], [])),
+        held=SimpleNamespace(place_seconds=lambda _: 1.0),
+        lacks=SimpleNamespace(costs={}),
+    )
+    progress = SimpleNamespace(prefix="", always=lambda _: None)
+    may = admissible(space, lambda _: "")
+    belief = experiments.find(cast("Any", SimpleNamespace(campaign=campaign, progress=progress)), may)
+    assert len(sets) > 1
+    assert space.changed(belief.winner(may), space.start) == "bf16, 2 ranks"
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, known: bool) -> None:
     ledger = Ledger(tmp_path / "l.jsonl")
@@ -222,6 +257,15 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, know
     assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
     assert (config.data, schedule.steps) == (synthetic.data, 800_000)
     assert write_settings(make.study(make.sets({}), RECOMMENDATION)) is None
+
+
+def test_what_was_searched_on_some_cores_says_so_and_leaves_the_threads_of_a_training_open(tmp_path: Path) -> None:
+    space = replace(planted.SPACE, baseline=replace(planted.BASE, threads=1))
+    shown = planted.study(planted.searched(space), output_dir=tmp_path, trials=tuple(trials(BOTH, 0.0, space.baseline)))
+    assert "on 2 cores" in question.answer(shown).finding.headline
+    path = write_settings(shown)
+    assert path is not None
+    assert "threads" not in tomllib.loads(path.read_text())
 
 
 # --- what all questions came to ---------------------------------------------------------------------------------------
@@ -256,6 +300,12 @@ OPEN = amp(1.0, set_noise=0.04)
 IN_BF16 = make.sets(
     {"compiled": (replace(NARROW, compile="whole"), 1.47)}, baseline=NARROW, experiment="torch_compile", family="bf16"
 )
+SEED_MEMORY = make.sets(
+    {"freed memory kept": (RunConfig(network="seed", freed_memory="kept"), 1.9)},
+    baseline=RunConfig(network="seed"),
+    experiment="bottleneck",
+    family="seed, batch 32",
+)
 SEED = RunConfig(network="seed")
 """A network of which no loss is known at which harm shows."""
 
@@ -277,6 +327,8 @@ SEED = RunConfig(network="seed")
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "make report"),
         (study(), None, quality.NOT_MEASURED, "ddpm-lab report"),
+        # Of the network of most questions, whatever was measured of another since.
+        (study(amp(), memory(), SEED_MEMORY, harm=0.0), "bf16", findings.ANSWERED, ""),
     ],
 )
 def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(

@@ -1,11 +1,13 @@
 """From records to studies."""
 
+from dataclasses import replace
+
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import selection
-from ddpm_lab.plan import Plan
+from ddpm_lab.plan import PRESETS, Plan
 from ddpm_lab.record import LedgerError
 
 BF16 = RunConfig(precision="bf16")
@@ -41,6 +43,16 @@ def test_study_takes_the_latest_cohort() -> None:
     found = selection.study([*new, *old, *other, note], "amp")
     assert (list(found.records), found.date) == (new, "2026-01-02")
     assert selection.study(old + new, "amp", cohort=old[0].cohort).records == tuple(old)
+
+
+def test_a_smoke_run_hides_no_answer_of_the_same_code_and_images() -> None:
+    late = make.environment(date="2026-02-01T00:00:00+00:00")
+    whole, smoke = make.sets({"bf16": (BF16, 1.5)}), make.sets({}, plan=PRESETS["smoke"].plan, environment=late)
+    edited = [replace(r, code_version="new") for r in smoke]
+    for told, shown in (([*whole, *smoke], whole), (smoke, smoke), ([*whole, *edited], edited)):
+        assert list(selection.study(told, "amp").records) == shown
+        assert list(selection.study(told, "recommendation").records) == shown
+    assert list(selection.study(whole + smoke, "amp", cohort=smoke[0].cohort).records) == smoke
 
 
 def test_machines_are_never_mixed() -> None:

@@ -189,7 +189,7 @@ class Shown(NamedTuple):
 
 
 def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Shown]:
-    """The looks at these comparisons, at no others, in order; without any record of one all sets are one look."""
+    """The looks at these comparisons, at no others, in order; what no look is recorded of is shown now, all at once."""
     every = frozenset(set_id for c in compared for set_id, _ in c.logs)
     by_time: dict[float, set[str]] = {}
     for r in looks:
@@ -200,7 +200,10 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Sh
         before = found[-1].sets if found else frozenset()
         if not by_time[when] <= before:
             found.append(Shown(before | by_time[when], when))
-    return found or [Shown(every, math.inf)]
+    before = found[-1].sets if found else frozenset()
+    groups = [frozenset(set_id for set_id, _ in c.logs) for c in compared]
+    new = before.union(*(sets for sets in groups if not sets & before))
+    return found if found and new == before else [*found, Shown(new, math.inf)]
 
 
 def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[stats.Decision]:
@@ -234,13 +237,17 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
     if not c.sets or decision is None:
         return replace(c, verdict="no result" if c.status == "ok" else c.status)
     ratio, word, why = decision.estimate, decision.word, ""
+    mine = (TWIN, c.family, c.baseline_id)
+    repeated = dict(next((t.logs for t in compared if (t.role, t.family, t.baseline_id) == mine), ()))
+    every = [(set_id, repeated[set_id]) for set_id, _ in c.logs if set_id in repeated]
+    # Where the twin's interval excludes 1, in the sets that the answer rests on and in all so far, only effects beyond
+    # its far end may be called.
     rested_on = {set_id for set_id, _ in c.logs[: ratio.sets]}
-    repeated = next((t for t in compared if t.role == TWIN and t.baseline_id == c.baseline_id), None)
-    twin = stats.estimate([log for set_id, log in repeated.logs if set_id in rested_on] if repeated else [])
-    # Where the twin's interval excludes 1, only effects beyond its far end may be called.
-    if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= twin.apart:
+    twins = ([log for set_id, log in every if set_id in rested_on], [log for _, log in every])
+    apart = min(stats.estimate(logs).apart for logs in twins)
+    if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= apart:
         word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
-    elif word == stats.SAME and twin.apart > 1 + c.resolution:
+    elif word == stats.SAME and apart > 1 + c.resolution:
         word, why = stats.INCONCLUSIVE, "the repeated baseline differs by more"
     elif word == stats.INCONCLUSIVE and not ratio.contains(1):
         why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"

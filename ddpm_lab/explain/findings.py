@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_lab.explain import machine_state, phrases, quality, stats
@@ -21,9 +21,6 @@ _SUBJECTS = {
     "exchange": ("the exchange with {label}", "the {base}"),
     "batch_size": ("{label}", "{base}, image for image"),
 }
-_BATCH_OPTION = dict.fromkeys(("amp", "workers", "torch_compile", "exchange"), "--batch-size")
-_BATCH_OPTION["multi_gpu"] = "--batch-sizes"
-
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
@@ -252,12 +249,11 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
     if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
-    command, config = f"ddpm-lab run {study.experiment} --seeds 8", study.records[-1].config
-    if not config.is_own:
-        return f"{command}{' --data DATA' * study.own_images}"
+    rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
     offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
-    give = "" if "held_out_loss" in offers else "a held_out_loss and then "
-    return f"{give}{command} --workload {shlex.quote(config.work_name)}"
+    missing = study.records[-1].config.is_own and "held_out_loss" not in offers
+    command = f"{command_of(lead(rows), own_images=study.own_images)} --seeds 8" if rows else ""
+    return f"{'a held_out_loss and then ' * missing}{command}" if command else ""
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
@@ -348,9 +344,29 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
         words += ["--network", config.network]
     words += ["--data", "DATA"] * (own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
-    if row.experiment in _BATCH_OPTION:
-        words += [_BATCH_OPTION[row.experiment], str(config.global_batch_size)]
-    return " ".join(words)
+    return " ".join([*words, *_options(row)])
+
+
+def _options(row: Comparison) -> Iterator[str]:
+    """The options with which a question measures this comparison, where it would choose others."""
+    base, its, name = row.baseline, row.config, row.experiment
+    if name in ("multi_gpu", "batch_size"):
+        sizes = {base.global_batch_size, its.global_batch_size if name == "batch_size" else base.global_batch_size}
+        yield f"--batch-sizes {','.join(map(str, sorted(sizes)))}"
+    elif name in ("amp", "workers", "torch_compile", "exchange"):
+        yield f"--batch-size {base.global_batch_size}"
+    if name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
+        several = "" if name == "batch_size" else "s"
+        usual = 2 if name in ("multi_gpu", "exchange") else 1
+        yield from [f"--world-size{several} {its.world_size}"] * (its.world_size not in (1, usual))
+    if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
+        usual_precision = "bf16" if name == "torch_compile" and base.device == "cuda" else "fp32"
+        several = "s" if name == "workers" else ""
+        yield from [f"--precision{several} {base.precision}"] * (base.precision != usual_precision)
+    if name == "workers" and its.loader_workers > 2:
+        yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
+    if name in ("torch_compile", "multi_gpu") and base.loader == "files":
+        yield f"--loader-workers {base.loader_workers}"
 
 
 def noise(row: Comparison) -> str:

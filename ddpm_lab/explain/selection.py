@@ -18,6 +18,7 @@ from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 RECOMMENDATION = plan.RECOMMENDATION
 BESIDE_OTHERS = ("claims",)
 """Questions that are shown beside the records of all others."""
+SMOKE = plan.PRESETS["smoke"].plan.key
 TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""
 
@@ -174,12 +175,15 @@ def _machine_key(records: Sequence[T], wanted: str | None) -> str:
 
 
 def _one_cohort(records: Sequence[T], cohort: Cohort | None = None) -> list[T]:
-    """Records of ``cohort``, or of the one measured last."""
+    """Records of ``cohort``, or of the one measured last; a smoke run hides no other of the same code and images."""
     if not records:
         return []
     if cohort is None:
         # A note alone does not say which measurements are the latest.
-        cohort = max([r for r in records if r.role != "note"] or records, key=lambda r: moment(r.date)).cohort
+        measured = [r for r in records if r.role != "note"] or records
+        last = max(measured, key=lambda r: moment(r.date))
+        more = [r for r in measured if r.cohort[:3] == last.cohort[:3] and r.cohort[3] != SMOKE]
+        cohort = max(more or [last], key=lambda r: moment(r.date)).cohort
     return [r for r in records if r.cohort == cohort]
 
 

@@ -479,8 +479,7 @@ class _Set:
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
             primary=seat.member.primary,
-            # More ranks than cores fight for them, and nobody would train on the CPU of a machine with a GPU.
-            mechanism_only=config.oversubscribe or (bool(self.environment.machine.gpus) and config.device == "cpu"),
+            mechanism_only=config.oversubscribe,  # more ranks than cores fight for them
             stages=stages,
             compile_cache=seat.compile_cache,
             warmup_steps=seat.warmup_steps,

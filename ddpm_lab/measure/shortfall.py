@@ -86,9 +86,9 @@ class Shortfall:
         return dataclasses.replace(self.target.plan, turns=known) if known else self.target.plan
 
     def count_failures(self, records: Sequence[RunRecord]) -> None:
-        """Note what failed in a set; what is unsupported is left to the next run."""
+        """Note what failed in a set; what is unsupported, or finds no memory, is left to the next run."""
         for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
-            self.failed[run_id] += TRIES if status == "unsupported" else 1
+            self.failed[run_id] += TRIES if status in ("unsupported", "oom") else 1
 
     def hopeless(self, config: RunConfig) -> bool:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
@@ -107,7 +107,7 @@ class Shortfall:
             return min(most, target.sets_to_come(self.held.log_ratios(*pair))) if most else 0
         decided = have > new and pair in target.decided
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
-        if decided or (not target.further and looked and self.held.met(*pair)):
+        if decided or (not target.further and looked and self.held.met(*pair) and not 0 < have < LEAST_SETS):
             return 0
         return max(0, (self._enough(family) if self.timed else target.sets) - new)
 

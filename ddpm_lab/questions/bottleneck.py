@@ -56,8 +56,8 @@ _WHY = {
 }
 _OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
-_CHOSEN = ("channels_last", "kernels", "freed_memory")
-"""Settings that it chooses itself where they are left open, again as before."""
+_CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
+"""Settings that it chooses itself where they are left open, most of them again as before."""
 
 
 def bottleneck(

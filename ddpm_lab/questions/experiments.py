@@ -41,7 +41,7 @@ from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_ques
 from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.questions.search import Belief, Ratios
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
@@ -402,7 +402,8 @@ def find(
         progress.always(f"trying {'; '.join(map(space.changed, chosen))}")
         new = campaign.measure(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
-        return next(iter(search.observations(new, space.baseline.run_id)), None)
+        # Of a set that others disturbed nothing is known, and it is measured again.
+        return next(iter(search.observations(new, space.baseline.run_id)), {} if crowded(new) else None)
 
     def seconds_of(cell: Cell) -> float:
         known = any(r.status == "ok" and r.run_id == cells[cell].run_id for r in records)

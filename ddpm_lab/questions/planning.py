@@ -361,11 +361,12 @@ def _experiment(
     cores = most if asked.preset == "smoke" and not asked.cores else asked.cores  # it calls nothing
     cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own)
     grid, fleet = dict(asked.grid), current()
+    network = asked.network or ("tiny" if device == "cpu" and name != "peers" else "seed")
     if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and not own:
-        grid["precision"] = compiled_in(instrument, ledger)
+        grid["precision"] = compiled_in(network, target.plan, instrument, ledger)
     setup = Setup(
         preset=asked.preset,
-        network=asked.network or ("tiny" if device == "cpu" and name != "peers" else "seed"),
+        network=network,
         images=Images(folder="", sha256="", name=""),
         device=device,
         gpus=len(hardware.gpus()),
@@ -478,17 +479,19 @@ def cores_of(
     return most if target.seconds == 0 else free_cores()
 
 
-def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
-    """The precision in which a CPU compiles: that of earlier sets, else bf16 if its ledger calls it faster, or fp32."""
+def compiled_in(network: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
+    """The precision in which a CPU compiles a network: that of earlier sets, else bf16 if called faster, or fp32."""
     here = (hardware.machine().key, instrument.code.key)
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
-    earlier = load([h for h in mine if (h.experiment, h.role) == ("torch_compile", "baseline")][-1:])[0]
-    if earlier:
-        return earlier[-1].config.precision
+    before = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == ("torch_compile", "baseline", plan.key)])[
+        0
+    ]
+    if earlier := [r.config.precision for r in before if r.config.network == network]:
+        return earlier[-1]
     if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
-    found = comparisons(study(records, "amp")) if records else ()
+    found = [c for c in comparisons(study(records, "amp")) if c.config.network == network] if records else []
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -154,9 +155,17 @@ def single(c: Comparison) -> bool:
 
 
 def measured(study: Study) -> list[Comparison]:
-    """Return the comparisons of single changes of a training step, those with sets, the primary ones first."""
+    """Return the comparisons of single changes of a training step, those with sets, the primary ones first.
+
+    All of one network and device: that of most questions, or of those the one that was measured last.
+    """
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
-    return sorted((c for c in found if c.config.workload in (DDPM, OWN)), key=lambda c: not c.primary)
+    found = [c for c in found if c.config.workload in (DDPM, OWN)]
+    work = attrgetter("work_name", "device")
+    questions = Counter(which for _, which in {(c.experiment, work(c.baseline)) for c in found})
+    last = {work(r.config): i for i, r in enumerate(study.records)}
+    most = max(questions, key=lambda which: (questions[which], last[which]), default=None)
+    return sorted((c for c in found if work(c.baseline) == most), key=lambda c: not c.primary)
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
@@ -204,7 +213,7 @@ def combination(study: Study) -> Family | None:
 
 def together(study: Study) -> list[Comparison]:
     """Return the combinations that were measured, the latest first."""
-    every = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
+    every = [c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets]
     return every[::-1]
 
 
@@ -411,10 +420,12 @@ def _of_search(found: Recommendation) -> Finding:
     where, base = found.study, found.space.baseline
     rest = (found.tried, *machine_state.warnings(where))
     if len(found.steps) == 1:
+        if found.belief.sets.keys() <= {found.space.start}:
+            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out="ddpm-lab recommend")
         return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
-    words, faster = found.space.changed(step.cell), phrases.difference(step.row.ratio.value)
     row, judged = step.row, step.row.equivalence
+    words, faster = found.space.changed(step.cell), phrases.difference(row.ratio.value) + findings.with_cores(row)
     if found.count:
         headline = f"Use {words}: {faster}, quality {row.quality}"
     elif found.reach:
@@ -529,7 +540,7 @@ def write_settings(study: Study) -> Path | None:
         return None
     config = found.best.row.config
     elsewhere = () if Path(config.data).is_dir() else ("data", "data_sha256")
-    dropped = (*NOT_IN_FILES, *elsewhere)
+    dropped = (*NOT_IN_FILES, *elsewhere, "threads")  # as many as are free when it trains
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
     told = [
