@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
@@ -10,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
@@ -51,6 +52,20 @@ def output_folder(output_dir: str | Path | None) -> Path:
 def ledgers(given: Sequence[str | Path] | None, output: Path) -> list[Path]:
     """The files of records that are given, or else the one in ``output``."""
     return [expanded(file) for file in ([output / LEDGER] if given is None else given)]
+
+
+def lock(file: IO[Any] | int, *, wait: bool = True) -> bool:
+    """Lock an open file until it is closed; False where another process has it and ``wait`` is not wanted.
+
+    On a file system without locks nobody gets one, and all go on.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from ddpm_lab.declared import parsed, reader
-from ddpm_lab.files import CHECKOUT, writing
+from ddpm_lab.files import CHECKOUT, lock, writing
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema, moment
@@ -70,7 +69,7 @@ class Ledger:
         with writing(self.path, LedgerError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file)
                 # A writer killed in the middle leaves a torn last line: end it, so that only that line is lost.
                 if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                     lines = b"\n" + lines

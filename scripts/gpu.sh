@@ -38,6 +38,7 @@ step() {
   timeout --foreground -k 10 "$((limit < left ? limit : left))" "$@" >"$log" 2>&1 || code=$?
   case $code in
     0) touch "$work/done/$name" && echo "ok, $((SECONDS - begun)) s" ;;
+    130) exit 130 ;;
     124 | 137) waiting+=("$name") && echo "stopped after $((SECONDS - begun)) s: $log" ;;
     *) failed+=("$name") && echo "FAILED: $( (grep -E 'ailed|rror' "$log" || cat "$log") | tail -n 1) ($log)" ;;
   esac

@@ -285,6 +285,10 @@ def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Sign
     with job([("at work", 2, 2, ENDLESS), ("goes on", 1, 1, {})]) as (made, jobs, rows):
         assert next(rows)["at work"]
         serving = worker(jobs[1])
+        for meant_for_the_leader in (signal.SIGTERM, signal.SIGHUP):
+            serving.send_signal(meant_for_the_leader)
+        with pytest.raises(psutil.TimeoutExpired):
+            serving.wait(1)
         serving.send_signal(how)
         found = next(rows)
         assert found["reason"].startswith(f"rank 1 (host {socket.gethostname()}) was lost: "), found["reason"]

@@ -96,6 +96,7 @@ def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path, m
         *((base, other, {"resolution": value}, "resolution is") for value in (0, 5, "2%")),
         (one, two, {}, "train on different images"),
         (base, "mine:baseline", {}, "both sides are mine:baseline"),
+        ("python train.py", "python  train.py ", {}, "both sides are 'python  train.py'"),
         (base, in_a_cell, {}, "'in_a_cell'.*'mine:in_a_cell'"),
         (lambda: None, base, {}, "'mine:name'"),
     ]

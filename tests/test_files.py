@@ -1,9 +1,13 @@
 """How files are written: whole or not at all, by whoever else writes them, and nowhere else."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from ddpm_lab import files
 
@@ -35,6 +39,18 @@ def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path:
     files.replace(folder / "a.png", b"new")
     assert victim.read_text() == "mine"
     assert {path.name for path in folder.iterdir()} == {"a.png", f"a.png.{os.getppid()}.partial"}
+
+
+def test_where_a_file_system_has_no_locks_all_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "a").open("a") as one, (tmp_path / "a").open("a") as two:
+        assert files.lock(one)
+        assert not files.lock(two, wait=False)
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        assert files.lock(two)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
 
 
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
@@ -259,14 +260,14 @@ MAIN = RunConfig(workload="mine:step", global_batch_size=1, revision="1234567890
 TREE = replace(MAIN, revision="")
 
 
-def study(ratio: float, **values: float) -> Study:
+def study(ratio: float, **values: Any) -> Study:
     made = make.sets(
         {"working tree": (TREE, ratio)},
         baseline=MAIN,
         baseline_label="main",
         experiment="compare",
         family="working tree against main",
-        **{"count": 8, "set_noise": 0.003, "turn_noise": 0.002, **values},  # type: ignore[arg-type]
+        **{"count": 8, "set_noise": 0.003, "turn_noise": 0.002, **values},
     )
     return make.study(made)
 
@@ -301,6 +302,9 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
     hidden = outcome(answer(study(0.98, twin_ratio=0.9)), 0.03)
     assert (hidden.status, "differs from itself" in hidden.sentence) == (stats.INCONCLUSIVE, True)
+    busy = outcome(answer(study(0.5, crowded=range(6))), 0.03)
+    assert (busy.status, busy.exit_code()) == (stats.INCONCLUSIVE, 0), "both sides ran: nothing is known of the change"
+    assert "disturbed 6 more" in busy.sentence
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)

@@ -80,7 +80,7 @@ REFUSED = {
     "run amp --precisions fp32": ["precisions", "fp32", "name another"],
     "run workers --worker-counts 0,1000": ["worker_counts", "1000", "give two"],
     "run amp --data=": ["a path is empty"],
-    "compare /bin/true /bin/true --per-step 1,2,3": ["per_step", "(1, 2, 3)"],
+    "compare /bin/true /bin/false --per-step 1,2,3": ["per_step", "(1, 2, 3)"],
     "rank": ["run, train, sample"],
     "run amp --minutes nan": ["minutes", "nan"],
     "run amp --seed 99999999999999999999": ["seed", "99999999999999999999"],

@@ -185,6 +185,22 @@ def noisy():
     assert len(set(found)) == 4
 
 
+def test_the_held_out_loss_leaves_frozen_layers_frozen(made: Make) -> None:
+    workload = made(
+        """
+def frozen():
+    model = nn.Sequential(Net(), nn.BatchNorm1d(1)).train()
+    model[1].eval()
+    return Training(model=model, data=data(), loss=loss, held_out_loss=lambda model: float(model.training))
+""",
+        "frozen",
+    )
+    before = [module.training for module in workload.network.modules()]
+    assert workload.held_out_loss(draws=1)["loss"] == 0, "all in eval mode"
+    assert [module.training for module in workload.network.modules()] == before
+    assert len(set(before)) == 2
+
+
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:
     Pair = namedtuple("Pair", ["images", "name"])
     batch = {"pair": Pair(torch.rand(4, 3, 2, 2), "x"), "labels": [torch.arange(4)], "nothing": None}

@@ -43,7 +43,8 @@ SEEN: dict[str, Any] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a script, as the working folder."""
     monkeypatch.setattr(hardware, "gpus", tuple)
-    monkeypatch.chdir(repository(tmp_path / "work", {"train.py": TRAIN.replace("PAUSE", "0.006")}))
+    script = TRAIN.replace("PAUSE", "0.006")
+    monkeypatch.chdir(repository(tmp_path / "work", {"train.py": script, "sub/train": script}))
     return Path.cwd()
 
 
@@ -52,6 +53,13 @@ def test_what_is_a_command(tmp_path: Path) -> None:
     script.touch(mode=0o755)
     assert all(map(scripts.is_command, ("python train.py", str(script))))
     assert not any(map(scripts.is_command, ("mine:before", "settings.toml", "mine.py", "", 3, print)))
+
+
+def test_scripts_that_a_command_names_are_part_of_it(tmp_path: Path) -> None:
+    for name, text in {"run": "#!/bin/sh\n", "a.yaml": "", "data": "0 1 2", "b.json": "{}"}.items():
+        (tmp_path / name).write_text(text)
+    found = scripts.settings_named("./run --config=a.yaml --data data b.json c.json", tmp_path)
+    assert {Path(file).name for file in found} == {"run", "a.yaml", "b.json"}
 
 
 def test_labels_of_long_commands_begin_where_they_differ() -> None:
@@ -90,15 +98,17 @@ def test_a_planted_difference_is_found(call: Call, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_against_a_revision(call: Call, folder: Path) -> None:
-    words = ("compare", f"{sys.executable} train.py", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
+def test_a_script_against_a_revision(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of the repository, and under a name that does not say what it is."""
+    monkeypatch.chdir(folder / "sub")
+    words = ("compare", f"{sys.executable} train", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
     assert "identical code" in call(*words)[1]
-    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    write(folder, {"sub/train": TRAIN.replace("PAUSE", "0.012")})
     code, out, _ = call(*words, "--json")
     assert code == 0  # one set says nothing surely
     assert 0.4 < json.loads(out)["ratio"] < 0.75
-    commit(folder, {"train.py": "raise SystemExit('not today')"})
-    write(folder, {"train.py": TRAIN.replace("PAUSE", "0.012")})
+    commit(folder, {"sub/train": "raise SystemExit('not today')"})
+    write(folder, {"sub/train": TRAIN.replace("PAUSE", "0.012")})
     code, _, err = call(*words)
     assert code == 2
     assert "not today" in err

@@ -103,6 +103,14 @@ def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConf
     assert found["loss"] == pytest.approx(sum(found["by_time"]) / 10)
 
 
+def test_a_long_held_out_loss_gives_signs_of_life(config: RunConfig) -> None:
+    marks = list[str]()
+    trainer = start(config)
+    trainer.context = dataclasses.replace(trainer.context, mark=marks.append)
+    trainer.held_out_loss(draws=400)
+    assert len(marks) > 1
+
+
 def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path) -> None:
     trainer = start(config)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)

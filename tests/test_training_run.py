@@ -53,6 +53,9 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def witness(self) -> list[dict[str, Any]]:
+        return [{"data_sha256": self.hook("images", i) or self.config.data_sha256} for i in range(2)]
+
     def finish(self) -> None:
         pass
 
@@ -166,6 +169,9 @@ def test_what_ends_a_run_leaves_the_last_good_checkpoint(tmp_path: Path, ranks: 
         run(tmp_path / "nan", 30, save_every=5, **NEVER)
     assert steps_in(tmp_path / "nan") == [5, 10]
     assert [r["step"] for r in logged(tmp_path / "nan")] == list(range(1, 13))
+    ranks(lambda what, number: "0" * 64 if (what, number) == ("images", 1) else None)
+    with pytest.raises(RunFailed, match="rank 1 sees other images"):
+        run(tmp_path / "images", 30)
     ranks(fail)
     with pytest.raises(RunFailed, match=r"^rank 1: OutOfMemoryError; .*step-00000005.*\nthe traceback"):
         run(tmp_path / "oom", 30, save_every=5, **NEVER)

@@ -6,7 +6,6 @@ images are unpacked into ``images/`` inside it.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.data import archives, synthetic
 from ddpm_lab.data.folder import DECODING_RULE, DataError, ImageFile, Progress, decode_files, fingerprint, list_images
 from ddpm_lab.declared import Opt, parsed, reader
-from ddpm_lab.files import expanded
+from ddpm_lab.files import expanded, lock
 
 SCHEMA = 1
 MANIFEST, IMAGES, FILES = "manifest.json", "images.npy", "files.json"
@@ -196,13 +195,11 @@ def prepare(
     try:
         _check_dest(job, dest)
         dest.mkdir(parents=True, exist_ok=True)
-        with (dest / LOCK).open("a") as lock:  # the system frees it when its holder dies, however it dies
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with (dest / LOCK).open("a") as held:  # the system frees it when its holder dies, however it dies
+            if not lock(held, wait=False):
                 if progress is not None:
                     progress(f"waiting for another process that prepares {dest}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock(held)
             return _prepared(job, dest, progress)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

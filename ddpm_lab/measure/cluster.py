@@ -372,10 +372,10 @@ class RemoteRank:
 
 def serve(process: Process) -> int:
     """Hold ranks until the leader says that there is nothing more to do: 0. Raises ConfigError if it is lost."""
-    # Signals go to every process of a job: what they mean is the leader's to say. SIGTERM is blocked, since loader
-    # workers handle it in a way of their own.
+    # Signals go to every process of a job: what they mean is the leader's to say. Those that end a job are blocked,
+    # since loader workers handle SIGTERM in a way of their own.
     resource_tracker.ensure_running()  # it would let SIGTERM through again
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweep()
     channel = Channel(process, f"to {process.rank}", f"from {process.rank}")

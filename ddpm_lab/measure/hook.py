@@ -133,7 +133,12 @@ class Turns:
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
         versions = {name: getattr(module, "__version__", None) for name, module in installed}
-        files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+        # What torch.compile has written belongs to the libraries, as what is named after them.
+        known = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in versions]
+        files = {getattr(module, "__file__", None) or "" for module in known}
+        files = {f for f in files if f[:1] == "/" and f[-3:] == ".py"}
+        if program := getattr(sys.modules["__main__"], "__file__", None):
+            files.add(str(Path(program).absolute()))  # whatever its name ends in
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
@@ -150,7 +155,7 @@ class Turns:
             "cuda": torch.version.cuda if self.cuda else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
             "prefetch_batches": self._prefetched(),
-            "files": sorted({f for f in files if f[:1] == "/" and f[-3:] == ".py" and not self._of_library(f)}),
+            "files": sorted(f for f in files if not self._of_library(f)),
         }
 
     def _of_library(self, file: str) -> bool:

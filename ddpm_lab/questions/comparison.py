@@ -39,6 +39,10 @@ from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import find_here, usual_device
 
 NAME_BYTES = 120
+_ITSELF = (
+    "every comparison measures its baseline against itself anyway, and ddpm-lab check --instrument tells how finely "
+    "this machine measures"
+)
 
 Side = str | Path | RunConfig | Callable[..., Any]
 
@@ -157,6 +161,8 @@ def measure(
 ) -> Planned:
     """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
     if scripts.is_command(baseline) and scripts.is_command(candidate):
+        if str(baseline).split() == str(candidate).split():
+            raise ConfigError(f"both sides are {str(candidate).strip()!r}: {_ITSELF}")
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
         return cast(Planned, scripts.measure(str(baseline), str(candidate), **how, **limits))
     for given in (baseline, candidate):
@@ -170,10 +176,7 @@ def measure(
         for given, place in ((baseline, "baseline"), (candidate, "candidate"))
     )
     if one.run_id == two.run_id:
-        raise ConfigError(
-            f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
-            "against itself anyway, and ddpm-lab check --instrument tells how finely this machine measures"
-        )
+        raise ConfigError(f"both sides are {_name(candidate, two)} with the same settings: {_ITSELF}")
     labels = _labels(_name(baseline, one), _name(candidate, two))
     return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
 

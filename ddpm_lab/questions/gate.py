@@ -189,12 +189,14 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     *Passed*: the whole interval lies above. Anything else is *inconclusive*. With a threshold of 0 what is called
     slower fails.
     """
-    row = next((r for r in comparisons(answer.study) if r.role == "candidate" and r.sets), None)
+    rows = [r for r in comparisons(answer.study) if r.role == "candidate"]
+    row = next((r for r in rows if r.sets or r.disturbed_sets), None)
     if row is None:
         return _said(NO_RESULT, answer.finding.headline)
     if row.sets < stats.LEAST_SETS:
         text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {stats.LEAST_SETS}"
-        return _said(stats.INCONCLUSIVE, text)
+        disturbed = f"; other processes disturbed {row.disturbed_sets} more" * bool(row.disturbed_sets)
+        return _said(stats.INCONCLUSIVE, text + disturbed)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
     # A verdict stays as it was first shown; by how much is what all sets say.

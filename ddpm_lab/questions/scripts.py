@@ -41,7 +41,7 @@ MOST_FILES = 20_000
 WORK = ("parameters", "weights", "world_size")
 """Where the sides differ in one of these, one step may not be equal work."""
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".py")
-"""How the names of files end that a command line may name, and that say what it does."""
+"""How the names of files end that a command line may name, and that say what it does; others begin with ``#!``."""
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -79,8 +79,14 @@ def settings_named(command: str, folder: Path) -> dict[str, Source]:
     words: list[str] = []
     with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
         words = [word.rpartition("=")[2] for word in shlex.split(command)]
-    files = [folder / word for word in words if word.endswith(SETTINGS)]
-    return {str(file): source_of(str(file)) for file in files if file.is_file()}
+    files = [file for word in words if (file := folder / word).is_file()]
+    return {str(f): source_of(str(f)) for f in files if f.name.endswith(SETTINGS) or _is_script(f)}
+
+
+def _is_script(file: Path) -> bool:
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        return opened.read(2) == b"#!"
+    return False
 
 
 def look(
@@ -153,7 +159,7 @@ def measure(
     with _revision(against) as tree:
         one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
         two, beside, other = look(two, instrument, "B")
-        if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, tree.apart):
+        if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, str(Path.cwd().resolve())):
             return None
         if not quiet:
             for line in unequal(ran, other, images):

@@ -7,7 +7,6 @@ prints its runs into the log as one line of JSON.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.files import LEDGER, expanded, writing
+from ddpm_lab.files import LEDGER, expanded, lock, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
@@ -233,8 +232,8 @@ def append_new(logs: Sequence[Path], path: Path) -> int:
     May be called while the jobs run, and again. Raises LedgerError, or OSError, if the ledger cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".collecting").open("a") as lock:  # what one process has looked for, another may be adding
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (path.parent / ".collecting").open("a") as held_file:  # what one process has looked for, another may be adding
+        lock(held_file)
         held = {_text(r) for r in Ledger(path).read()[0]}
         new: dict[str, RunRecord] = {}
         for log in logs:

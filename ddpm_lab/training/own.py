@@ -204,14 +204,15 @@ class OwnTraining(Step):
         del draws  # how much is looked at is the user's affair
         if self.context.rank or self.made.held_out_loss is None:
             return None
-        training = self.network.training
+        modes = {module: module.training for module in self.network.modules()}  # some of them may be frozen
         self.network.eval()
         allow_tf32(False)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
             loss = float(self.made.held_out_loss(self.network))
         allow_tf32(self.config.precision == "tf32")
-        self.network.train(training)
+        for module, training in modes.items():
+            module.training = training
         return {"step": self.steps, "loss": loss}
 
 

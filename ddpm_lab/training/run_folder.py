@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt, parsed, reader
-from ddpm_lab.files import NOT_IN_FILES, check_room, replace, settings_text, writing
+from ddpm_lab.files import NOT_IN_FILES, check_room, lock, replace, settings_text, writing
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
 SETTINGS, LOG, LOCK = "config.toml", "log.jsonl", ".lock"
@@ -52,14 +51,9 @@ class RunFolder:
         check_room(self.checkpoints, self.samples)
         with writing(self.path):
             self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._lock, wait=False):
             os.close(self._lock)
-            said = f"another run works in {self.path}: wait for it, or choose another --output-dir"
-            raise ConfigError(said) from None
-        except OSError:  # a file system without locks
-            pass
+            raise ConfigError(f"another run works in {self.path}: wait for it, or choose another --output-dir")
         for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
             left.unlink(missing_ok=True)  # of a run that was killed while it wrote
         return self

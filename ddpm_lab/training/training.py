@@ -179,6 +179,7 @@ class Training(Trainer):
         t = t.clamp_(max=diffusion.timesteps - 1)
         losses: list[Tensor] = []
         for start in range(0, draws, _AT_ONCE):
+            self.context.mark("held-out loss")
             part = torch.arange(start, min(start + _AT_ONCE, draws))
             pixels = packed.images[packed.held_out_indices[order[part % images].numpy()]]
             x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.device, torch.float32).div_(127.5).sub_(1)

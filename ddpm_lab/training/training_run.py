@@ -259,13 +259,10 @@ class _Run:
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
             with Group(self.config, threads=self.threads, modules={}, **how) as group:
-                # Each host has its own copy of the images, for all that is known here.
-                for rank, seen in enumerate(group.witness() if self.config.nodes > 1 else ()):
-                    if seen["data_sha256"] != self.config.data_sha256:
-                        told = f"rank {rank} sees other images than its configuration names: prepare them alike"
-                        raise GroupFailed("refused", f"{told} everywhere")
                 while self.step < self.schedule.steps and self.stop.number is None:
                     rows = self._advance(group)
+                    if self.chunks == 1:
+                        self._check_images(group)
                     self._between(group, rows)
                 if self.saved < self.step:
                     self._save(group)
@@ -278,6 +275,13 @@ class _Run:
             raise lost from failed
         saved = self.run.checkpoint(self.step)
         return Outcome(step=self.step, checkpoint=saved, loss=self.loss, held_out_loss=self.held_out)
+
+    def _check_images(self, group: Group) -> None:
+        """Each host may have its own copy of the images, and one may have been prepared again by now."""
+        for rank, seen in enumerate(group.witness()):
+            if seen["data_sha256"] != self.config.data_sha256:
+                told = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
+                raise GroupFailed("refused", f"{told}, and start again")
 
     def _advance(self, group: Group) -> list[dict[str, Any]]:
         """Train one chunk; returns a row of the log for each step."""
