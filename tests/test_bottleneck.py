@@ -322,7 +322,7 @@ def test_the_report_has_all_that_is_asked_for() -> None:
     kinds = [cells[name][1] for name in ("waiting for data", "host-to-device copy", "backward")]
     assert kinds == ["I/O", "transfer", "compute"]
     (first,) = re.findall(r"### 1\. bf16\n(.*?)\n\n(?!-)", sections["Recommendations"], re.DOTALL)
-    for said in ("**Rationale", "**Expected gain", "**Evidence", "--only bf16", "ddpm-lab run quality"):
+    for said in ("**Rationale", "**Expected gain", "**Evidence", "--only bf16"):
         assert said in first
     assert '`precision = "fp32"`' in first
     assert "waiting for data: 2.0 %" in sections["No action needed"]

@@ -217,6 +217,18 @@ def test_the_margin_is_the_smaller_of_spread_and_last_gain() -> None:
         assert equivalence([1e-7] * 7 + [2e-7], margin).verdict == NOT_ENOUGH
 
 
+@pytest.mark.parametrize(("harm", "verdict"), [(0.3, WORSE), (0.0, NOT_ENOUGH)])
+def test_after_a_plateau_harm_beyond_the_spread_of_seeds_is_worse(harm: float, verdict: str) -> None:
+    def ended(r: RunRecord) -> RunRecord:
+        last = (r.quality or {})["held_out"][-1]["loss"]
+        held_out = (r.quality or {})["held_out"]
+        falls = (0.4, 0.1, *(0.0 for _ in held_out[2:]))
+        found = [{**h, "loss": last + more} for h, more in zip(held_out, falls, strict=True)]
+        return replace(r, quality={**(r.quality or {}), "held_out": found})
+
+    assert judged([ended(r) for r in make.trials({"bf16": (BF16, harm)})], BF16).verdict == verdict
+
+
 def test_equal_weights_are_identical_whatever_the_seeds() -> None:
     files = RunConfig(loader="files", loader_workers=1)
     records = changed(make.trials({"files": (files, 0.0)}, seeds=1), workload=DDPM)

@@ -305,6 +305,10 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     busy = outcome(answer(study(0.5, crowded=range(6))), 0.03)
     assert (busy.status, busy.exit_code()) == (stats.INCONCLUSIVE, 0), "both sides ran: nothing is known of the change"
     assert "disturbed 6 more" in busy.sentence
+    same: dict[str, Any] = {"experiment": "compare", "family": "working tree against main", "baseline_label": "main"}
+    crashed = make.sets({}, baseline=MAIN, failures={"working tree": (TREE, "crashed", "planted")}, seed=1, **same)
+    both = [*study(0.5, count=1, crowded=[0]).records, *crashed]
+    assert outcome(answer(make.study(both)), 0.03).exit_code() == 1, "a side that failed"
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)

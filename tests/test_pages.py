@@ -32,6 +32,7 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
         ([replace(SLOWER, state=state) for state in ("failed", "stopped", "not run")], []),
         ([page(name, "?", verdict="slower") for name in ("profile", "claims", "peers", "quality")], []),
         ([replace(USE, preset="smoke")], [("Open", ["Use bf16"])]),
+        ([replace(USE, earlier=True), SLOWER], [("No gain", ["2 ranks are slower"])]),
     ],
 )
 def test_what_to_use_what_gains_nothing_and_what_is_open(pages: list[Page], found: list[Any]) -> None:

@@ -343,6 +343,19 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
     assert bool(found.way_out) == bool(way_out)
 
 
+def test_changes_of_one_network_are_shown(tmp_path: Path) -> None:
+    """The one asked for, else that of a report; a combination of another one is none of them."""
+    other = make.sets({ALL: (replace(ALL_KEPT, network="seed"), 3.0)}, baseline=SEED, experiment=RECOMMENDATION)
+    other = [replace(r, family="seed, together") for r in other]
+    Ledger(tmp_path / "l.jsonl").append([*amp(1.8), *memory(), *together(1.9), *amp(0.5, base=SEED), *other])
+    found = {n: experiments.recommendation(ledger=tmp_path / "l.jsonl", network=n) for n in (None, "tiny", "seed")}
+    labels = {n: [row["Change"] for row in shown.table() or ()] for n, shown in found.items()}
+    assert labels[None] == labels["tiny"] == ["freed memory kept", "bf16"]
+    assert labels["seed"] == ["bf16"]
+    assert found["seed"].finding.headline.startswith("Keep the defaults")
+    assert "freed memory kept" in found[None].finding.headline
+
+
 @pytest.mark.parametrize("by_search", [True, False])
 def test_headline_figure_and_table_are_of_one_source_and_the_other_is_a_further_view(by_search: bool) -> None:
     """A search that is not judged answers where nothing else may be used, and does not where something may."""
@@ -407,7 +420,7 @@ def test_no_record_names_code_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
             make.sets(kept, baseline=base, experiment="memory", family="memory"),
         ]
         found = study(*records, harm=0.0)
-        monkeypatch.setattr(experiments, "_stored", lambda *_, found=found: found)
+        monkeypatch.setattr(experiments, "_stored", lambda *_, found=found, **__: found)
         asked = SimpleNamespace(
             experiment=SimpleNamespace(configurations=(RunConfig(),)), output=None, cohort=("",), renewed=bool
         )

@@ -58,7 +58,8 @@ def test_what_is_a_command(tmp_path: Path) -> None:
 def test_scripts_that_a_command_names_are_part_of_it(tmp_path: Path) -> None:
     for name, text in {"run": "#!/bin/sh\n", "a.yaml": "", "data": "0 1 2", "b.json": "{}"}.items():
         (tmp_path / name).write_text(text)
-    found = scripts.settings_named("./run --config=a.yaml --data data b.json c.json", tmp_path)
+    long = "x" * 3000
+    found = scripts.settings_named(f"./run --config=a.yaml --data data b.json c.json --note {long}", tmp_path)
     assert {Path(file).name for file in found} == {"run", "a.yaml", "b.json"}
 
 

@@ -218,7 +218,7 @@ def test_quality_says_what_may_win() -> None:
 def test_observations_are_those_of_complete_sets_in_order() -> None:
     base, bf16, two = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
     noiseless: dict[str, Any] = {"experiment": "search", "set_noise": 0, "turn_noise": 0, "count": 2}
-    records = make.sets({"bf16": (bf16, 1.5)}, failures={"2 ranks": (two, "oom", "no room")}, **noiseless)
+    records = make.sets({"bf16": (bf16, 1.5)}, failures={"2 ranks": (two, "diverged", "nan")}, **noiseless)
     found = search.observations(records, base.run_id)
     assert found == [{TWIN: pytest.approx(0), bf16.run_id: pytest.approx(math.log(1.5)), two.run_id: -math.inf}] * 2
     crashed = [replace(r, status="crashed") if r.config == two else r for r in records]

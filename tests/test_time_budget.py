@@ -8,6 +8,7 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.questions import bottleneck
 from ddpm_lab.questions import profile as tb
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.profile import Budget
@@ -90,6 +91,9 @@ def test_a_gpu_that_waits_for_its_host_is_told(ahead: float, busy: float | None,
     said = answer(make.study([record], "profile")).finding
     assert said.headline.endswith("the GPU waits for the host") == waits
     assert ("busy 58 % of the time" in said.claim) == waits
+    about = bottleneck.subject(make.study([record], "bottleneck"))
+    assert about is not None
+    assert ("limited by the host" in bottleneck.verdict(about)) == waits
 
 
 def test_a_busy_machine_is_told() -> None:

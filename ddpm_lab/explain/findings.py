@@ -340,7 +340,7 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
     words = ["ddpm-lab", "run", row.experiment]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
-    elif config.network != "tiny":
+    elif config.network != ("seed" if config.device == "cuda" or row.experiment == "peers" else "tiny"):
         words += ["--network", config.network]
     words += ["--data", "DATA"] * (own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
@@ -357,7 +357,7 @@ def _options(row: Comparison) -> Iterator[str]:
         yield f"--batch-size {base.global_batch_size}"
     if name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
         several = "" if name == "batch_size" else "s"
-        usual = 2 if name in ("multi_gpu", "exchange") else 1
+        usual = 2 if name == "multi_gpu" or (name == "exchange" and base.device == "cpu") else 1
         yield from [f"--world-size{several} {its.world_size}"] * (its.world_size not in (1, usual))
     if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
         usual_precision = "bf16" if name == "torch_compile" and base.device == "cuda" else "fp32"

@@ -90,11 +90,11 @@ class Page:
 
 
 def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
-    """What a report comes to, of this machine alone: what to use, what is slower or the same, and what is open.
+    """What a report comes to, of this machine and run alone: what to use, what is slower or the same, and what is open.
 
     An open question comes with the command that would answer it.
     """
-    mine = [p for p in pages if p.state == DONE and p.finding and not p.elsewhere]
+    mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
     ways: dict[str, list[str]] = {}

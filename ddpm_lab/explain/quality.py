@@ -126,15 +126,17 @@ def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
     (chi-square, Student's t): with the estimates themselves a true difference as large as the margin would be called
     none in a tenth to two fifths of the cases. NaN for fewer than two seeds.
     """
+    gains = np.asarray(before, dtype=float) - np.asarray(final, dtype=float)
+    if (n := len(gains)) < 2:
+        return math.nan
+    return float(min(_spread_margin(final), max(0.0, gains.mean() - _half(n, float(gains.std(ddof=1))))))
+
+
+def _spread_margin(final: npt.ArrayLike) -> float:
     from scipy import special
 
-    last, earlier = np.asarray(final, dtype=float), np.asarray(before, dtype=float)
-    n = len(last)
-    if n < 2:
-        return math.nan
-    spread = float(last.std(ddof=1)) * math.sqrt((n - 1) / float(special.chdtri(n - 1, 0.05)))
-    gains = earlier - last
-    return float(min(2 * spread, max(0.0, gains.mean() - _half(n, float(gains.std(ddof=1))))))
+    last = np.asarray(final, dtype=float)
+    return 2 * float(last.std(ddof=1)) * math.sqrt((len(last) - 1) / float(special.chdtri(len(last) - 1, 0.05)))
 
 
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
@@ -167,9 +169,14 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         if any(final_loss(r) is None for pair in pairs for r in pair):
             found = Equivalence(verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"other weights {steps}, no held-out loss")
             continue
-        margin = margin_of(_losses_at(base.values(), 1.0), _losses_at(base.values(), 0.95))
+        final = _losses_at(base.values(), 1.0)
+        margin = margin_of(final, _losses_at(base.values(), 0.95))
         first, second = ([pair[side] for pair in pairs] for side in (0, 1))
-        found = equivalence(_losses_at(second, 1.0) - _losses_at(first, 1.0), margin)
+        differences = _losses_at(second, 1.0) - _losses_at(first, 1.0)
+        found = equivalence(differences, margin)
+        # A baseline that gains no more leaves no room; what is beyond the spread of its seeds is worse all the same.
+        if margin == 0 and (beside_seeds := equivalence(differences, _spread_margin(final))).verdict == WORSE:
+            found = beside_seeds
         config, reason = first[0].config, _too_short(first)
         if not reason and found.verdict in GOOD and not (config.is_own or _named_loss(config)):
             reason = NO_LOSS_KNOWN

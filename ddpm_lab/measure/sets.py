@@ -466,6 +466,7 @@ class _Set:
         if windows:
             stages["steady"] = round(sum(w.seconds for w in windows), 4)
         detail = {"traceback": failure.detail[-4000:]} if failure and failure.detail else {}
+        gpus, own = self.environment.machine.gpus, self.where["experiment"] == "compare"
         return RunRecord(
             set_id=self.set_id,
             role=seat.member.role,
@@ -479,7 +480,8 @@ class _Set:
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
             primary=seat.member.primary,
-            mechanism_only=config.oversubscribe,  # more ranks than cores fight for them
+            # More ranks than cores fight for them, and a user's own code alone trains on the CPU beside a GPU.
+            mechanism_only=config.oversubscribe or (bool(gpus) and config.device == "cpu" and not own),
             stages=stages,
             compile_cache=seat.compile_cache,
             warmup_steps=seat.warmup_steps,

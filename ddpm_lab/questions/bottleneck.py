@@ -314,6 +314,7 @@ def verdict(about: Subject) -> str:
         told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
     what = f"{names[most]}, {bd.percent(line.share(most))} of it" if most in names else most
+    what = "the host, which launches its kernels" if about.taken.waits_for_host else what
     return f"The step is limited by {what}: {told}." + f" {about.taken.straggler}." * bool(about.taken.straggler)
 
 
@@ -432,7 +433,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
         all_changes=command(study, config),
-        judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
         targets=tables.markdown(met),
         bands=TARGETS,
         budget=bd,

@@ -71,7 +71,7 @@ def run(
     if published is not None and not isinstance(published, bool):
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
-        shown = _stored(name, output_dir, ledger, machine, settings.get("workload"))
+        shown = _stored(name, output_dir, ledger, machine, workload=settings.get("workload"))
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
         shown = _published(name, output_folder(output_dir))
         usual = {f.name: f.default for f in dataclasses.fields(Settings)}
@@ -175,7 +175,8 @@ def recommendation(
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
             return answer(study([], RECOMMENDATION, output_dir=output))
-    shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
+    of = {"workload": workload, "network": settings.get("network")}
+    shown = _stored(RECOMMENDATION, output_dir, ledger, machine, **of)
     if measures:
         write_settings(shown)
     return answer(shown)
@@ -192,11 +193,15 @@ def _stored(
     output_dir: str | Path | None,
     ledger: Sequence[str | Path] | str | Path | None,
     machine: str | None,
+    *,
     workload: str | None = None,
+    network: str | None = None,
 ) -> Study:
     output = output_folder(output_dir)
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
-    return read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
+    found = read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
+    mine = tuple(r for r in found.records if network is None or r.config.network == network)
+    return dataclasses.replace(found, records=mine)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -225,8 +230,8 @@ def combination(planned: Planned) -> Planned | None:
     if missing_to_explain():
         return None
     config = planned.experiment.configurations[0]
-    workload = config.work_name if config.is_own else None
-    family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], workload))
+    of: dict[str, Any] = {"workload": config.work_name} if config.is_own else {"network": config.network}
+    family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], **of))
     named = {(c.workload, c.options) for c in (family.baseline, *dict(family.candidates).values())} if family else set()
     if named - {(config.workload, config.options)}:  # records may tell of settings, and never name code to run
         return None

@@ -190,7 +190,7 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     slower fails.
     """
     rows = [r for r in comparisons(answer.study) if r.role == "candidate"]
-    row = next((r for r in rows if r.sets or r.disturbed_sets), None)
+    row = next((r for r in rows if r.sets or (r.disturbed_sets and not r.failed_sets)), None)
     if row is None:
         return _said(NO_RESULT, answer.finding.headline)
     if row.sets < stats.LEAST_SETS:

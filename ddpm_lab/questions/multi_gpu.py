@@ -122,7 +122,6 @@ def _mechanism(setup: Setup, precision: str) -> Family:
     """Two gloo ranks on the CPU of a machine with one GPU: they show that several ranks work, nothing about speed."""
     cpu = replace(setup, device="cpu", network="tiny")
     one = cpu.config(global_batch_size=16, precision=precision if precision in CPU_PRECISIONS else "fp32")
-    one = replace(one, oversubscribe=True)  # so that its speed is not claimed
     return Family(
         name=f"{cpu.family_name(16)}, CPU ranks",
         baseline_label="1 rank",

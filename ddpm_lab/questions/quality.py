@@ -312,7 +312,7 @@ def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     lead = max(good or worse or list(found), key=lambda r: r.ratio.value if r.sets else 0.0)
     if good:
         even = [r for r in good if r.equivalence.verdict != verdicts.SLIGHTLY]
-        decided, base_label = all(r.resolved for r in even or good), lead.baseline_label
+        decided, base_label = all(r.answered for r in even or good), lead.baseline_label
         what = f"not worse than {base_label}" if even else f"worse than {base_label} by less than the margin"
         first = f"{phrases.plural(len(even or good), 'setting')} of {len(found)} {what}, "
         says.insert(0, first + ("none of them faster" if decided else "which is faster is not known yet"))

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -49,6 +48,8 @@ UNTRIED = "quality not shown"
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
+USUAL_NETWORK = {"cpu": "tiny", "cuda": "seed"}
+"""What a report trains where no network is given."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
 FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
@@ -157,15 +158,18 @@ def single(c: Comparison) -> bool:
 def measured(study: Study) -> list[Comparison]:
     """Return the comparisons of single changes of a training step, those with sets, the primary ones first.
 
-    All of one network and device: that of most questions, or of those the one that was measured last.
+    All of one network and device: a GPU's go first, then what a report measures by default, then the latest.
     """
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
     found = [c for c in found if c.config.workload in (DDPM, OWN)]
-    work = attrgetter("work_name", "device")
-    questions = Counter(which for _, which in {(c.experiment, work(c.baseline)) for c in found})
-    last = {work(r.config): i for i, r in enumerate(study.records)}
-    most = max(questions, key=lambda which: (questions[which], last[which]), default=None)
-    return sorted((c for c in found if work(c.baseline) == most), key=lambda c: not c.primary)
+    last = {_work(r.config): i for i, r in enumerate(study.records)}
+    order = {work: (work[1] == "cuda", work[0] == USUAL_NETWORK[work[1]], i) for work, i in last.items()}
+    shown = max((_work(c.baseline) for c in found), key=order.__getitem__, default=None)
+    return sorted((c for c in found if _work(c.baseline) == shown), key=lambda c: not c.primary)
+
+
+def _work(config: RunConfig) -> tuple[str, str]:
+    return config.work_name, config.device
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
@@ -212,9 +216,10 @@ def combination(study: Study) -> Family | None:
 
 
 def together(study: Study) -> list[Comparison]:
-    """Return the combinations that were measured, the latest first."""
+    """Return the combinations that were measured of the same network and device, the latest first."""
+    works = {_work(c.baseline) for c in measured(study)}
     every = [c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets]
-    return every[::-1]
+    return [c for c in every[::-1] if _work(c.baseline) in works]
 
 
 def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:

@@ -79,7 +79,7 @@ def settings_named(command: str, folder: Path) -> dict[str, Source]:
     words: list[str] = []
     with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
         words = [word.rpartition("=")[2] for word in shlex.split(command)]
-    files = [file for word in words if (file := folder / word).is_file()]
+    files = [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
     return {str(f): source_of(str(f)) for f in files if f.name.endswith(SETTINGS) or _is_script(f)}
 
 
