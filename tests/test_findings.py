@@ -197,6 +197,8 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (reached, "ddpm-lab run amp --batch-size 8"),  # a resolution that is reached asks for nothing
         (sides, "ddpm-lab compare main 'my side'"),
         (large, "ddpm-lab run amp --network seed --data DATA --image-size 64 --batch-size 32"),
+        (row(1.6, replace(BASE, device="cuda"), count=2), "ddpm-lab run amp --network tiny --batch-size 8"),
+        (row(1.6, replace(BASE, network="seed"), experiment="peers", count=2), "ddpm-lab run peers"),
     ):
         assert findings.way_out_of(found, own_images=found is large) == command
     assert " --resolution 3% (about " in findings.way_out_of(row(1.0, set_noise=0.03))

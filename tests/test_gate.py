@@ -302,9 +302,9 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
     hidden = outcome(answer(study(0.98, twin_ratio=0.9)), 0.03)
     assert (hidden.status, "differs from itself" in hidden.sentence) == (stats.INCONCLUSIVE, True)
-    busy = outcome(answer(study(0.5, crowded=range(6))), 0.03)
+    busy = outcome(answer(study(0.5, crowded=range(8))), 0.03)
     assert (busy.status, busy.exit_code()) == (stats.INCONCLUSIVE, 0), "both sides ran: nothing is known of the change"
-    assert "disturbed 6 more" in busy.sentence
+    assert "disturbed 8 more" in busy.sentence
     same: dict[str, Any] = {"experiment": "compare", "family": "working tree against main", "baseline_label": "main"}
     crashed = make.sets({}, baseline=MAIN, failures={"working tree": (TREE, "crashed", "planted")}, seed=1, **same)
     both = [*study(0.5, count=1, crowded=[0]).records, *crashed]

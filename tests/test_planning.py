@@ -200,6 +200,9 @@ def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Aski
         compiled = plan("torch_compile", network="seed", precision="fp32", preset=preset)
         write(compiled, sets_of(compiled, 1))
         assert precision("seed") == later
+    other = plan("torch_compile", network="tiny", precision="bf16")
+    write(other, sets_of(other, 1))
+    assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
 
 
 def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:

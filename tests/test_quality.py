@@ -165,6 +165,12 @@ def test_what_is_faster_and_worse_does_not_lead() -> None:
     assert answer(replace(studied(), trials=tuple(harmed))).finding.headline.startswith("Batch 64 trains 1.3")
 
 
+def test_settings_of_the_same_speed_are_known_not_to_be_faster() -> None:
+    quiet: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001, "experiment": "quality"}
+    even = replace(make.study(make.sets({"bf16": (BF16, 1.0)}, **quiet)), trials=studied().trials)
+    assert answer(even).finding.headline.endswith("none of them faster")
+
+
 def test_another_baseline_is_not_passed_over_in_silence() -> None:
     other, of = RunConfig(global_batch_size=128), studied()
     narrow = {"bf16": (replace(other, precision="bf16"), 1.2)}

@@ -347,13 +347,14 @@ def test_changes_of_one_network_are_shown(tmp_path: Path) -> None:
     """The one asked for, else that of a report; a combination of another one is none of them."""
     other = make.sets({ALL: (replace(ALL_KEPT, network="seed"), 3.0)}, baseline=SEED, experiment=RECOMMENDATION)
     other = [replace(r, family="seed, together") for r in other]
-    Ledger(tmp_path / "l.jsonl").append([*amp(1.8), *memory(), *together(1.9), *amp(0.5, base=SEED), *other])
+    told = [*amp(1.8), *memory(), *together(1.9), *amp(0.5, base=SEED), *other, *make.trials({"bf16": (NARROW, 0.0)})]
+    Ledger(tmp_path / "l.jsonl").append(told)
     found = {n: experiments.recommendation(ledger=tmp_path / "l.jsonl", network=n) for n in (None, "tiny", "seed")}
     labels = {n: [row["Change"] for row in shown.table() or ()] for n, shown in found.items()}
-    assert labels[None] == labels["tiny"] == ["freed memory kept", "bf16"]
+    assert labels[None] == labels["tiny"] == ["bf16", "freed memory kept"]
     assert labels["seed"] == ["bf16"]
     assert found["seed"].finding.headline.startswith("Keep the defaults")
-    assert "freed memory kept" in found[None].finding.headline
+    assert found[None].finding.ratio == pytest.approx(1.9, rel=0.02), "together, and not the other network's"
 
 
 @pytest.mark.parametrize("by_search", [True, False])

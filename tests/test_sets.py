@@ -25,7 +25,7 @@ def measured(instrument: Instrument, plan: Plan, *candidates: tuple[str, RunConf
         Member("twin", "busy again", base),
         *(Member("candidate", label, config) for label, config in candidates),
     ]
-    return measure_set(instrument, experiment="test", family="busy", plan=plan, members=members, **of)
+    return measure_set(instrument, **{"experiment": "test", **of}, family="busy", plan=plan, members=members)
 
 
 def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_plan: Plan) -> None:
@@ -63,6 +63,21 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = dataclasses.replace(busy_config(), oversubscribe=False)
+    for machine, experiment, mechanism in (
+        (make.CPU, "amp", False),
+        (make.GPUS, "amp", True),
+        (make.GPUS, "compare", False),
+    ):
+        monkeypatch.setattr(sets, "environment", lambda machine=machine: make.environment(machine))
+        records = measured(instrument, short_plan, baseline=alone, experiment=experiment)
+        assert {(r.status, r.mechanism_only) for r in records} == {("ok", mechanism)}
+
+
 def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
     records = measured(
         instrument,
