@@ -71,6 +71,11 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def usual_network(device: str, question: str = "") -> str:
+    """The network that a question measures where none is named."""
+    return "tiny" if device == "cpu" and question != "peers" else "seed"
+
+
 MOST_CANDIDATES = 5
 """In one set of a family whose candidates are compared one by one."""
 

@@ -36,8 +36,11 @@ TRIED = ("steps", "losses", "held_out", "weights_sha256")
 """What the quality of a trial that went well says."""
 MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
 """Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
-LASTING = ("oom", "diverged", "refused")
-"""Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
+LASTING = ("diverged", "refused")
+"""Failures that another try on the same machine and code would meet again.
+
+What is unsupported can be installed, and memory that was missing may have been another process's.
+"""
 
 
 class LedgerError(LabError):

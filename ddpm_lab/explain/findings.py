@@ -11,7 +11,7 @@ from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import WEAK, WHOLE_QUESTION
+from ddpm_lab.plan import WEAK, WHOLE_QUESTION, usual_network
 from ddpm_lab.record import gradient_fault
 
 _SUBJECTS = {
@@ -340,7 +340,7 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
     words = ["ddpm-lab", "run", row.experiment]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
-    elif config.network != ("seed" if config.device == "cuda" or row.experiment == "peers" else "tiny"):
+    elif config.network != usual_network(config.device, row.experiment):
         words += ["--network", config.network]
     words += ["--data", "DATA"] * (own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)

@@ -188,6 +188,7 @@ def run_wrong_ways(seat: Seat) -> dict[str, Any]:
 
 PARTS = 16  # A search ends when what does not fit is no more than this part of what fits away: 6 %
 MEMORY_SHARE = 0.8  # share of the available main memory that a try may take
+ENDED = ("ok", "oom", *LASTING)  # how a try ends that says whether a size fits
 TRY_SECONDS = 120.0  # a longer try ends the search; with a budget, one that takes half of what is left
 
 
@@ -209,7 +210,7 @@ def largest_batch(
     base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
     tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
-    tried = {size: r for size, r in tried.items() if r.status in ("ok", *LASTING)}
+    tried = {size: r for size, r in tried.items() if r.status in ENDED}
     failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
         # Main memory of all ranks together at their peaks.
@@ -233,7 +234,7 @@ def largest_batch(
                 failed[size] = "memory", f"{size:,} images would need about {needed / 2**30:.1f} GiB, {share}"
                 continue
         record = attempt(Member("search", f"batch {size}", replace(base, global_batch_size=size)))
-        if record.status not in ("ok", *LASTING):  # the next run tries it again
+        if record.status not in ENDED:  # the next run tries it again
             limit, reason = _failure(record)
             break
         tried[size] = record

@@ -43,8 +43,8 @@ class Held:
 
     @property
     def lasting(self) -> set[str]:
-        """Run ids that fail here in a way that another try would meet again; memory may be another process's now."""
-        return {r.run_id for r in self.records if r.status in LASTING and r.status != "oom"}
+        """Run ids that fail here in a way that another try would meet again."""
+        return {r.run_id for r in self.records if r.status in LASTING}
 
     @property
     def any(self) -> bool:

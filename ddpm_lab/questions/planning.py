@@ -30,7 +30,18 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, RESOLUTION, SEARCH, TUNED, Experiment, Family, Plan
+from ddpm_lab.plan import (
+    LEAST_SETS,
+    OTHERS,
+    PRIMARY,
+    RESOLUTION,
+    SEARCH,
+    TUNED,
+    Experiment,
+    Family,
+    Plan,
+    usual_network,
+)
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
@@ -361,7 +372,7 @@ def _experiment(
     cores = most if asked.preset == "smoke" and not asked.cores else asked.cores  # it calls nothing
     cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own)
     grid, fleet = dict(asked.grid), current()
-    network = asked.network or ("tiny" if device == "cpu" and name != "peers" else "seed")
+    network = asked.network or usual_network(device, name)
     if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and not own:
         grid["precision"] = compiled_in(network, target.plan, instrument, ledger)
     setup = Setup(
@@ -483,9 +494,8 @@ def compiled_in(network: str, plan: Plan, instrument: Instrument, ledger: Ledger
     """The precision in which a CPU compiles a network: that of earlier sets, else bf16 if called faster, or fp32."""
     here = (hardware.machine().key, instrument.code.key)
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
-    before = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == ("torch_compile", "baseline", plan.key)])[
-        0
-    ]
+    wanted = ("torch_compile", "baseline", plan.key)
+    before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
     if earlier := [r.config.precision for r in before if r.config.network == network]:
         return earlier[-1]
     if missing_to_explain():

@@ -30,7 +30,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord
@@ -48,8 +48,6 @@ UNTRIED = "quality not shown"
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
-USUAL_NETWORK = {"cpu": "tiny", "cuda": "seed"}
-"""What a report trains where no network is given."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
 FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
@@ -163,7 +161,7 @@ def measured(study: Study) -> list[Comparison]:
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
     found = [c for c in found if c.config.workload in (DDPM, OWN)]
     last = {_work(r.config): i for i, r in enumerate(study.records)}
-    order = {work: (work[1] == "cuda", work[0] == USUAL_NETWORK[work[1]], i) for work, i in last.items()}
+    order = {work: (work[1] == "cuda", work[0] == usual_network(work[1]), i) for work, i in last.items()}
     shown = max((_work(c.baseline) for c in found), key=order.__getitem__, default=None)
     return sorted((c for c in found if _work(c.baseline) == shown), key=lambda c: not c.primary)
 

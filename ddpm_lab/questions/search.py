@@ -199,8 +199,7 @@ def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]
         if base is not None and not crowded(members):
             logs = {}
             for r in (r for r in members if r.role != "baseline"):
-                # What found no memory is tried again: another process may have had it.
-                failed = -math.inf if r.status in LASTING and r.status != "oom" else math.nan
+                failed = -math.inf if r.status in LASTING else math.nan
                 logs[TWIN if r.role == TWIN else r.run_id] = set_log_ratio(base, r) if r.status == "ok" else failed
             found.append(logs)
     return found
