@@ -66,9 +66,13 @@ class Ranks:
         self.calls.append(("advance", steps))
         return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
 
+    def set_threads(self, count: int, limit: float) -> None:
+        assert limit >= 60
+        self.calls.append(("set_threads", count))
+
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60
-        self.calls.append((method, arguments.get("count", 0) if method == "set_threads" else self.step))
+        self.calls.append((method, self.step))
         if method == "save":
             write(Path(arguments["path"]), made(self.config, self.step))
         return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
@@ -116,7 +120,7 @@ def test_threads_follow_the_free_cores(
     """Two ranks: eight free cores are four threads for each, and one of eight, of which half is theirs, two."""
     monkeypatch.setattr(others, "usable_cores", lambda: 8)
     free = iter([None, 5, 8, None, 9, 1, 8])
-    monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
+    monkeypatch.setattr(CoreWatch, "free", lambda *_, **__: next(free, None))
     for threads, counts in ((0, [2, 4, 2, 4]), (1, [])):
         group = ranks()
         run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)

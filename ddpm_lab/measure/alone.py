@@ -13,7 +13,9 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid, Trial
@@ -90,6 +92,9 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     """
     config, limit = seat.config, seat.instrument.limits.build_seconds
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
+    # Where the final weights alone are compared, their last bits count, and so do the threads.
+    follows = draws and config.device == "cpu" and not config.threads and current() is None
+    watch = CoreWatch(config, config.rank_threads(seat.instrument.usable_cores)) if follows else None
     seat.start()
     group = seat.alive
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
@@ -102,7 +107,12 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not math.isfinite(answer["loss"]):
                 raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
 
+    def take_cores(*, at_once: bool = False) -> None:
+        if watch and (change := watch.change(at_once=at_once)):
+            group.set_threads(change[1], limit)
+
     begun = time.monotonic()
+    take_cores(at_once=True)
     look(0)
     for before, after in pairwise(looks):
         for start in range(before, after, STEPS_AT_ONCE):
@@ -111,6 +121,7 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not all(math.isfinite(loss) for loss in losses[start:]):
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
             seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
+            take_cores()
         look(after)
     seat.stages["training"] = time.monotonic() - begun
     seat.hear_witness()

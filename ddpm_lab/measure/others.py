@@ -139,20 +139,36 @@ def _left(cores: int, taken: float) -> int:
 
 
 class CoreWatch:
-    """How many cores other processes leave free, from what they take while one's own work."""
+    """With how many threads each rank should train, from what other processes take meanwhile.
 
-    def __init__(self) -> None:
+    Beside others too many threads wait for each other, and a step can take many times as long.
+    """
+
+    def __init__(self, config: RunConfig, threads: int) -> None:
+        self._config, self._threads = config, threads
         self._before: int | None = None
         self._clock = CpuClock.read()
 
-    def free(self) -> int | None:
-        """The cores that were free over each of the last two minutes; None where these differ, or it is not known."""
-        if time.monotonic() - self._clock.moment < MINUTE:
+    def free(self, *, at_once: bool = False) -> int | None:
+        """The cores that were free over each of the last two minutes; None where these differ, or it is not known.
+
+        ``at_once``: over whatever time has passed.
+        """
+        if not at_once and time.monotonic() - self._clock.moment < MINUTE:
             return None
         now, before = CpuClock.read(), self._before
         others = None if side_by_side() else self._clock.until(now).others_cores
         self._clock, self._before = now, None if others is None else _left(usable_cores(), others)
-        return self._before if self._before == before else None
+        return self._before if at_once or self._before == before else None
+
+    def change(self, *, at_once: bool = False) -> tuple[int, int] | None:
+        """The cores that are ``free``, and the threads of a rank; None where it has as many, or nothing is known."""
+        free = self.free(at_once=at_once)
+        threads = self._config.rank_threads(fair_cores(free)) if free else self._threads
+        if free is None or threads == self._threads:
+            return None
+        self._threads = threads
+        return free, threads
 
 
 def await_quiet(config: RunConfig, cores: int, say: Callable[[str], None]) -> None:

@@ -142,10 +142,6 @@ class Training(Trainer):
         """Write a checkpoint on rank 0; returns one sentence if that failed, and then an older one is untouched."""
         return None if self.context.rank else _failure(path, lambda: write(Path(path), self.state()))
 
-    def set_threads(self, *, count: int) -> None:
-        """Compute with so many threads from here on: the same mathematics, summed in another order."""
-        torch.set_num_threads(count)
-
     def samples(self, *, path: str, count: int, steps: int) -> str | None:
         """Write a grid of images of the averaged weights by DDIM, on rank 0; returns a sentence if that fails."""
         if self.context.rank:

@@ -22,7 +22,7 @@ from ddpm_lab.files import NOT_IN_FILES, configuration, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.others import CoreWatch, fair_cores
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
@@ -254,7 +254,7 @@ class _Run:
         """Start the ranks and train on."""
         # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
         if self.config.device == "cpu" and not self.config.threads and current() is None:
-            self.watch = CoreWatch()
+            self.watch = CoreWatch(self.config, self.threads)
         self.progress("starting")
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
@@ -328,18 +328,11 @@ class _Run:
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
             self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
-        if self.watch and (free := self.watch.free()):
-            self._take_cores(group, free)
-
-    def _take_cores(self, group: Group, free: int) -> None:
-        """Train with as many threads as cores are free: beside others, too many wait for each other."""
-        threads = self.config.rank_threads(fair_cores(free))
-        if threads == self.threads:
-            return
-        group.call("set_threads", SILENCE_SECONDS, count=threads)
-        self.threads = threads
-        each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
-        self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
+        if self.watch and (change := self.watch.change()):
+            free, threads = change
+            group.set_threads(threads, SILENCE_SECONDS)
+            each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
+            self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
 
     def _log(self, rows: list[dict[str, Any]]) -> None:
         self.run.log(rows)
