@@ -156,6 +156,13 @@ def test_the_files_and_the_table_hold_what_the_comparisons_say() -> None:
     assert not any("GPU" in cell for row in ranks for cell in (*row, *row.values()))
 
 
+def test_a_network_that_was_measured_before_is_no_part_of_it() -> None:
+    last = family(32, 1.1)
+    both = study([*family(32, 1.8, device="cpu", ranks=2), *last])
+    assert benchmark.comparison(both) == benchmark.comparison(study(last))
+    assert len(benchmark.comparison(both)) == 1
+
+
 # --- pictures and pages ----------------------------------------------------------------------------------------------
 
 

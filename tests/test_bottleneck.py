@@ -226,15 +226,24 @@ def test_other_code_other_baselines_failures_and_notes_are_no_measurements_of_th
     assert (left_out.status, "it takes too long" in left_out.evidence) == (ranked.NOT_MEASURED, True)
 
 
+def test_a_profile_that_failed_is_told_and_no_other_speaks_for_it() -> None:
+    other = replace(profiled(RunConfig(network="seed"), BUSY), experiment="profile")
+    lost = replace(profiled(CONFIG, BUSY), experiment="bottleneck", status="oom", reason="90 GiB asked", profile=None)
+    assert question.subject(study(other)) is not None
+    assert question.subject(study(other, lost)) is None
+    assert question.summary(study(other, lost)) == ["The step could not be profiled: out of memory: 90 GiB asked."]
+
+
 def test_commands_name_the_present_settings_and_the_change() -> None:
     config = RunConfig(loader="files", loader_workers=2, precision="bf16", global_batch_size=8)
     first = question.advice(study(profiled(config, {"data": 50.0, "forward": 50.0})))[0]
     assert first.command == (
         "ddpm-lab run bottleneck --network tiny --batch-size 8 --precision bf16 --loader files --loader-workers 2 "
-        "--only 'packed data' --resolution 2%"
+        "--compile off --only 'packed data' --resolution 2%"
     )
     fused = replace(config, loader="packed", loader_workers=0, kernels="fused", freed_memory="kept")
-    assert question.command(study(), fused).endswith("--batch-size 8 --precision bf16"), "it chooses the others again"
+    asked = "--batch-size 8 --precision bf16 --loader packed --compile off"
+    assert question.command(study(), fused).endswith(asked), "it chooses the others again"
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
 

@@ -239,3 +239,19 @@ def test_families_of_one_name_are_told_apart(change: dict[str, Any], names: list
     shown = answer(make.study(records))
     assert list(dict.fromkeys(column(shown.table(), "Family"))) == names
     assert [ax.get_title(loc="left") for ax in shown.figure().axes] == names
+
+
+def test_what_is_measured_of_another_baseline_changes_no_answer() -> None:
+    """Three secondary comparisons, of which one is near its limit; then as many of another network, in their sets."""
+    near = [0.012, -0.002, 0.011, 0.001, 0.009, 0.0, 0.012, 0.002]
+    logs = {"a": near, "b": NONE, "c": NONE}
+    mine = planted(logs, NONE, primary="")
+    other = [
+        replace(
+            r, config=replace(r.config, network="seed"), family="seed", baseline_id="seed", set_id=f"seed-{r.set_id}"
+        )
+        for r in planted(dict.fromkeys("defghi", NONE), NONE, primary="")
+    ]
+    alone, beside = row(mine, "a"), row([*mine, *other], "a")
+    assert (beside.p, beside.verdict, beside.ratio) == (alone.p, alone.verdict, alone.ratio)
+    assert alone.p > row(planted({"a": near}, NONE, primary=""), "a").p, "corrected for those of its own baseline"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import records as make
@@ -10,6 +10,7 @@ from cells import column
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
 
 from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
@@ -88,6 +89,16 @@ def test_the_roofline_of_a_known_machine() -> None:
     found = answer(study(*machine())).finding
     assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
     assert (found.status, found.verdict) == ("answered", "measured")
+
+
+def test_each_of_several_gpus_is_held_against_the_peak_of_one() -> None:
+    on_gpus = dataclasses.replace(OWN, device="cuda")
+    one = dataclasses.replace(cast(Comparison, peers.this_trainer(WHOLE)), config=on_gpus)
+    eight = dataclasses.replace(on_gpus, world_size=8, global_batch_size=256)
+    many = dataclasses.replace(one, config=eight, images_per_second=8 * one.images_per_second)
+    peaks = study(*machine(device="cuda"))
+    assert peers.roofline(peaks, many) == peers.roofline(peaks, one) is not None
+    assert "each GPU's" in peers.limits_sentence(peaks, many)
 
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:

@@ -198,11 +198,26 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (sides, "ddpm-lab compare main 'my side'"),
         (large, "ddpm-lab run amp --network seed --data DATA --image-size 64 --batch-size 32"),
         (row(1.6, replace(BASE, device="cuda"), count=2), "ddpm-lab run amp --network tiny --batch-size 8"),
+        (row(1.6, replace(BASE, seed=3), count=2), "ddpm-lab run amp --seed 3 --batch-size 8"),
         (row(1.6, replace(BASE, network="seed"), experiment="peers", count=2), "ddpm-lab run peers"),
     ):
-        assert findings.way_out_of(found, own_images=found is large) == command
-    assert " --resolution 3% (about " in findings.way_out_of(row(1.0, set_noise=0.03))
-    assert "over two hours" in findings.way_out_of(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+        shown = make.study(make.sets({}, data_name="1 of my images" if found is large else "synthetic images"))
+        assert findings.way_out_of(shown, found) == command
+    assert " --resolution 3% (about " in findings.way_out_of(amp(), row(1.0, set_noise=0.03))
+    assert "over two hours" in findings.way_out_of(amp(), row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+
+
+def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
+    here = make.study(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.6)}, count=2)))
+    assert answer(here).finding.way_out == "ddpm-lab run amp --device cpu --batch-size 32"
+
+
+def test_of_several_networks_a_headline_names_its_own() -> None:
+    seed = RunConfig(network="seed")
+    other = make.sets({"bf16": (replace(seed, precision="bf16"), 1.8)}, baseline=seed, family="seed, batch 32, 1 rank")
+    both = make.study([*make.sets({"bf16": (BF16, 0.58)}), *other])
+    assert answer(both).finding.headline.endswith("slower than fp32 (tiny, batch 32, 1 rank)")
+    assert answer(amp()).finding.headline.endswith("than fp32")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +229,7 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         ("exchange", "quick", {"world_sizes": [4], "precision": "bf16"}),
         ("multi_gpu", "full", {}),
         ("multi_gpu", "quick", {"precision": "bf16", "loader_workers": 2}),
+        ("multi_gpu", "quick", {"scaling": "weak", "world_sizes": [8], "global_batch_sizes": [4]}),
         ("torch_compile", "full", {}),
         ("torch_compile", "quick", {"precision": "bf16"}),
         ("workers", "full", {"precisions": ["bf16"]}),
@@ -225,14 +241,15 @@ def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(
 ) -> None:
     """With no preset, and nothing else of what was typed before."""
     family = ask(name, setup(preset, cores=8), **grid).families[0]
-    named: dict[str, Any] = {"family": family.name, "primary": family.primary, "experiment": name, "count": 2}
+    primary = family.primary or family.candidates[0][0]
+    named: dict[str, Any] = {"family": family.name, "primary": primary, "experiment": name, "count": 2}
     sides = {label: (config, 1.0) for label, config in family.candidates}
     asked = answer(make.study(make.sets(sides, baseline=family.baseline, **named))).finding.way_out
     words = shlex.split(asked.removeprefix(f"ddpm-lab run {name} "))
     typed = {option[2:].replace("-", "_"): value for option, value in zip(words[::2], words[1::2], strict=True)}
     again = {n.replace("batch", "global_batch"): _value(v, several=n in SEVERAL) for n, v in typed.items()}
     measured = ask(name, setup("quick", cores=8), **again).families
-    wanted = (family.baseline.run_id, dict(family.candidates)[family.primary].run_id)
+    wanted = (family.baseline.run_id, dict(family.candidates)[primary].run_id)
     assert wanted in {(f.baseline.run_id, config.run_id) for f in measured for _, config in f.candidates}
 
 

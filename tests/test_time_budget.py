@@ -94,6 +94,9 @@ def test_a_gpu_that_waits_for_its_host_is_told(ahead: float, busy: float | None,
     about = bottleneck.subject(make.study([record], "bottleneck"))
     assert about is not None
     assert ("limited by the host" in bottleneck.verdict(about)) == waits
+    starved = make.time_budget({**make.PHASES, "data": 100.0}, host_phases=make.PHASES, host_ahead_seconds=ahead)
+    stored(starved)["state"] = {"gpu_utilisation_percent": busy}
+    assert not of(starved).waits_for_host, "it waits for data, and so does the host"
 
 
 def test_a_busy_machine_is_told() -> None:

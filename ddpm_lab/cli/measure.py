@@ -431,7 +431,7 @@ COMMANDS = {
                 "action": "append",
                 "metavar": "NAME=VALUE,...",
             },
-            "machine": "whose records to read: a name, a part of it, a key, or all",
+            "machine": "whose records to read: a name, a part of it, or a key",
         },
         more=lambda parser, _: declared.add_options(
             parser, [declared.options(experiments.recommend)[name] for name in ("seeds", "images")]

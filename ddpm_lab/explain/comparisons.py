@@ -31,7 +31,7 @@ class Comparison:
 
     ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
     baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and ``noise`` is the
-    ratio of the family's twin. ``p`` is the p-value, of secondary comparisons adjusted over those of the experiment,
+    ratio of the family's twin. ``p`` is the p-value, of secondary comparisons adjusted over those with its baseline,
     and ``level`` what it is held against. ``why`` says where the verdict is not what the interval alone would say.
     ``images_per_second`` is the geometric mean over sets of their medians, ``joules_per_image`` what the energy
     counters of all GPUs say. ``set_seconds`` is what a set takes with baseline, twin and this configuration.
@@ -172,11 +172,16 @@ def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
 
 
 def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Comparison]:
-    """The comparisons of one experiment with their verdicts on speed; ``looks`` are the machine's at all questions."""
-    primary = [[c] for c in compared if c.role == "candidate" and c.primary]
-    others = [c for c in compared if c.role == "candidate" and not c.primary]
+    """The comparisons of one experiment with their verdicts on speed; ``looks`` are the machine's at all questions.
+
+    Those of another baseline are another question: what is measured of another network or batch changes no answer.
+    """
+    groups: dict[object, list[Comparison]] = defaultdict(list)
+    for c in compared:
+        if c.role == "candidate":
+            groups[id(c) if c.primary else c.baseline_id].append(c)
     found: dict[int, stats.Decision] = {}
-    for group in (*primary, *([others] if others else [])):
+    for group in groups.values():
         found |= dict(zip(map(id, group), _tested_together(group, looks), strict=True))
     return [_with_verdict(c, found.get(id(c)), compared) for c in compared]
 

@@ -147,8 +147,11 @@ def compared(
     first = lead(candidates)
     harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
     notes = (*own(first), listed("Worse in quality", harmed), *every)
-    found = about(study, first, headline_of(first), *notes)
-    return replace(found, way_out=way_out_of(first, own_images=study.own_images))
+    named = "batch" in _SUBJECTS.get(study.experiment, ("", ""))[0]
+    asked = {(r.baseline.work_name, named or r.baseline.global_batch_size) for r in candidates if r.primary}
+    of = f" ({first.family})" if len(asked) > 1 else ""
+    found = about(study, first, headline_of(first) + of, *notes)
+    return replace(found, way_out=way_out_of(study, first))
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
@@ -237,7 +240,7 @@ def _nothing_to_compare(
         if few is not None:
             free = phrases.plural(few.config.threads * few.config.node_size, "free core")
             headline = f"Not measured: with {free} every candidate needs more"
-    way_out = command_of(about, own_images=study.own_images) if about else ""
+    way_out = command_of(study, about) if about else ""
     return plain(study, headline, status, *notes, way_out=way_out)
 
 
@@ -252,7 +255,7 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
     offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
     missing = study.records[-1].config.is_own and "held_out_loss" not in offers
-    command = f"{command_of(lead(rows), own_images=study.own_images)} --seeds 8" if rows else ""
+    command = f"{command_of(study, lead(rows))} --seeds 8" if rows else ""
     return f"{'a held_out_loss and then ' * missing}{command}" if command else ""
 
 
@@ -316,14 +319,14 @@ def evidence_of(row: Comparison) -> str:
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 
-def way_out_of(row: Comparison, *, own_images: bool = False) -> str:
+def way_out_of(study: Study, row: Comparison) -> str:
     """Return the command that would give an answer, with its minutes; empty if there is one already.
 
     Without ``--resolution`` it adds sets, as for a resolution that has been reached.
     """
     if row.answered or row.role != "candidate":
         return ""
-    typed = command_of(row, own_images=own_images)
+    typed = command_of(study, row)
     if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
         return typed
     if row.minutes_needed > 120:
@@ -332,7 +335,7 @@ def way_out_of(row: Comparison, *, own_images: bool = False) -> str:
     return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
 
 
-def command_of(row: Comparison, *, own_images: bool = False) -> str:
+def command_of(study: Study, row: Comparison) -> str:
     """Return the command that measures a comparison; DATA stands for the user's images."""
     config = row.baseline
     if row.experiment == "compare":
@@ -342,9 +345,16 @@ def command_of(row: Comparison, *, own_images: bool = False) -> str:
         words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != usual_network(config.device, row.experiment):
         words += ["--network", config.network]
-    words += ["--data", "DATA"] * (own_images and not config.is_own)
+    words += ["--data", "DATA"] * (study.own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
-    return " ".join([*words, *_options(row)])
+    words += ["--seed", str(config.seed)] * (config.seed != 0)
+    return " ".join([*words, *where_of(study), *_options(row)])
+
+
+def where_of(study: Study) -> list[str]:
+    """The option that names the device of a study, where a command would choose another."""
+    last = next(iter(study.records[-1:]), None)
+    return ["--device cpu"] if last and last.machine.gpus and last.config.device == "cpu" else []
 
 
 def _options(row: Comparison) -> Iterator[str]:
@@ -360,9 +370,13 @@ def _options(row: Comparison) -> Iterator[str]:
         usual = 2 if name == "multi_gpu" or (name == "exchange" and base.device == "cpu") else 1
         yield from [f"--world-size{several} {its.world_size}"] * (its.world_size not in (1, usual))
     if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
-        usual_precision = "bf16" if name == "torch_compile" and base.device == "cuda" else "fp32"
+        usual_precision = "fp32"
+        if name == "torch_compile":  # on a CPU it takes the format of the fastest measured so far
+            usual_precision = "bf16" if base.device == "cuda" else ""
         several = "s" if name == "workers" else ""
         yield from [f"--precision{several} {base.precision}"] * (base.precision != usual_precision)
+    if row.scaling == "weak":
+        yield "--scaling weak"
     if name == "workers" and its.loader_workers > 2:
         yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
     if name in ("torch_compile", "multi_gpu") and base.loader == "files":

@@ -229,7 +229,7 @@ def quotient_interval(
 
 # --- verdicts, and when to stop measuring -----------------------------------------------------------------------------
 # A question has one primary comparison, fixed before it is measured, and others that are secondary. The primary is
-# tested on its own, the secondary ones together (Holm 1979); a baseline and its twin are in neither.
+# tested on its own, the secondary ones of a baseline together (Holm 1979); it and its twin are in neither.
 
 LEAST_TO_STOP = 8
 """Sets after which the width of an interval may end measuring."""

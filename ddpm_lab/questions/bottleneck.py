@@ -56,6 +56,8 @@ _WHY = {
 }
 _OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
+_LEFT_OPEN = ("precision", "loader", "compile")
+"""Those of them that it chooses as a training would where they are left open."""
 _CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
 """Settings that it chooses itself where they are left open, most of them again as before."""
 
@@ -183,11 +185,13 @@ class Subject:
 
 def subject(study: Study) -> Subject | None:
     """What a study's latest time budget is about; one that was taken for this question goes first."""
-    found = [(r, taken) for r in study.records if r.role == "profile" and (taken := bd.budget(r)) is not None]
+    every = [r for r in study.records if r.role == "profile"]
+    mine = [r for r in every if r.experiment == "bottleneck"]  # where it failed, nothing else speaks for it
+    found = [(r, taken) for r in mine or every if (taken := bd.budget(r)) is not None]
     if not found:
         return None
     of = {r.experiment for r, _ in found}
-    wanted = next((name for name in ("bottleneck", "profile") if name in of), found[-1][0].experiment)
+    wanted = "profile" if "profile" in of else found[-1][0].experiment
     record, taken = next(pair for pair in reversed(found) if pair[0].experiment == wanted)
     config = replace(record.config, purpose="timing")
     same = ("baseline", config.run_id, record.code_version)
@@ -271,10 +275,11 @@ def command(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
     words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
-    words += ["--batch-size", str(config.global_batch_size)]
+    words += ["--batch-size", str(config.global_batch_size), *findings.where_of(study)]
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OPTIONS:
-        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if name in changed else []
+        named = name in changed or name in _LEFT_OPEN
+        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
     words += ["--config", "FILE"] if changed - {*_OPTIONS, *_CHOSEN} else []
     words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
     return shlex.join(words)
@@ -287,7 +292,9 @@ def summary(study: Study) -> list[str]:
     """The executive summary, one sentence each; where there is no time budget, how to measure one."""
     about = subject(study)
     if about is None:
-        return ["No time budget is recorded: ddpm-lab run bottleneck measures one."]
+        lost = [r for r in study.records if r.role == "profile" and r.status != "ok"]
+        why = f"The step could not be profiled: {phrases.failed(lost[-1].status, lost[-1].reason)}." if lost else ""
+        return [why or "No time budget is recorded: ddpm-lab run bottleneck measures one."]
     told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"

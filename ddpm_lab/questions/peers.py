@@ -365,6 +365,8 @@ class Roofline:
 def roofline(study: Study, own: Comparison | None) -> Roofline | None:
     """The roofline of ``own``, a row of the lab's trainer, from the work and the peaks of its network and device.
 
+    Of several GPUs each is held against the peaks of one; ranks on a CPU share the machine's.
+
     None where these were not measured in its precision, where it does not train, and where it is faster than the peak:
     then one of the two is wrong.
     """
@@ -377,10 +379,10 @@ def roofline(study: Study, own: Comparison | None) -> Roofline | None:
     for kind, of in work.items():
         flop, size = of.get("flop", 0.0), BYTES[precision] * of["elements"]
         if kind == "weights":
-            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.batch  # noqa: PLW2901
+            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.config.rank_batch_size  # noqa: PLW2901
         parts.append(Part(kind, flop, max(flop / known[precision], size / known["bandwidth"])))
     parts.sort(key=lambda p: -p.seconds)
-    seconds = own.step_seconds / own.batch
+    seconds = own.step_seconds / (own.config.rank_batch_size if own.config.device == "cuda" else own.batch)
     line = Roofline(precision=precision, flops=known[precision], parts=tuple(parts), measured_seconds=seconds)
     return line if line.flop_share <= 1 else None
 
@@ -440,8 +442,9 @@ def limits_sentence(study: Study, own: Comparison | None) -> str:
     line = roofline(study, own)
     if line is None:
         return ""
+    whose = "each GPU's" if own and own.config.device == "cuda" and own.ranks > 1 else "this machine's"
     return (
-        f"It reaches {100 * line.flop_share:.0f} % of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s "
+        f"It reaches {100 * line.flop_share:.0f} % of {whose} {phrases.significant(line.flops / 1e9)} GFLOP/s "
         f"in {line.precision}. Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and "
         "normalisation free."
     )

@@ -120,8 +120,8 @@ class Budget:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the GPU has less to do than the host that launches its kernels."""
-        if self.ahead_seconds is None or self.busy_percent is None:
+        """Whether the GPU has less to do than the host that launches its kernels, and neither waits for data."""
+        if self.ahead_seconds is None or self.busy_percent is None or self.running.share("data") >= TARGETS.io:
             return False
         return self.ahead_seconds < AHEAD * self.running.step_seconds and self.busy_percent < BUSY
 

@@ -30,7 +30,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
+from ddpm_lab.plan import BATCH, SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord
@@ -240,7 +240,8 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out="ddpm-lab report")
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        joined = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
+        faster_still = (c for c in together(study) if c.ratio.value >= good[0].ratio.value)
+        joined = ((c, parts) for c in faster_still if (parts := parts_of(c, good)))
         best, parts = next(joined, (good[0], good[:1]))
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
@@ -268,10 +269,15 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
-    if c.verdict == stats.FASTER and c.equivalence.verdict in OPEN:
+    judged = c.verdict == stats.FASTER and c.equivalence.verdict in OPEN
+    if c.experiment == "bottleneck":
+        from ddpm_lab.questions.bottleneck import command
+
+        return "" if judged or c.answered else command(study, c.baseline, c.label)
+    if judged:
         able = c.equivalence.reason != quality.NO_LOSS_KNOWN
-        return f"{findings.command_of(c, own_images=study.own_images)} --seeds 8" if able else ""
-    return findings.way_out_of(c, own_images=study.own_images)
+        return f"{findings.command_of(study, c)} --seeds 8" if able else ""
+    return findings.way_out_of(study, c)
 
 
 def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> Figure:
@@ -443,8 +449,11 @@ def _of_search(found: Recommendation) -> Finding:
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
         return replace(told, status=status)
     work = f"--workload {shlex.quote(base.work_name)}" if base.is_own else f"--network {base.network}"
-    judge = f"ddpm-lab recommend --seeds 8 {work} --batch-size {base.global_batch_size}"
-    return replace(told, status=status, way_out=judge + " --data DATA" * (where.own_images and not base.is_own))
+    judge = ["ddpm-lab recommend --seeds 8", work, f"--batch-size {base.global_batch_size}", *findings.where_of(where)]
+    held = ((name, v[0].key) for name, v in found.space.settings.items() if len(v) == 1 and name != BATCH)
+    judge += [f"--only {name}={key}" for name, key in held]
+    judge += ["--data DATA"] * (where.own_images and not base.is_own)
+    return replace(told, status=status, way_out=" ".join(judge))
 
 
 def steps_table(found: Recommendation) -> Table:

@@ -38,13 +38,24 @@ OF_CONFIG = (
 )
 
 
+_VARIED = {"global_batch_size", "world_size", "nodes", "threads"}
+"""Settings in which the baselines of one benchmark may differ."""
+
+
 def rows(study: Study) -> list[Comparison]:
-    """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices."""
+    """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices.
+
+    All of one network and its settings, those measured last: a table of batches has no place for another's.
+    """
     found = [
         r
         for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
+    last = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
+    base = next((r.baseline for r in found if r.baseline_id == last), None)
+    if base is not None:
+        found = [r for r in found if r.baseline.differences(base).keys() <= _VARIED]
     return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.ranks))
 
 
