@@ -22,6 +22,7 @@ python=${PYTHON:-python3} failed=() waiting=()
 network=seed size=quick graphs=reduce-overhead compile=regional
 if [[ $device == cpu ]]; then network=tiny size=smoke graphs=default compile=off; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+trap 'exit 130' INT # whatever a step makes of it
 end=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 2
 if [[ $device == cuda && $gpus == 0 ]]; then
@@ -38,7 +39,6 @@ step() {
   timeout --foreground -k 10 "$((limit < left ? limit : left))" "$@" >"$log" 2>&1 || code=$?
   case $code in
     0) touch "$work/done/$name" && echo "ok, $((SECONDS - begun)) s" ;;
-    130) exit 130 ;;
     124 | 137) waiting+=("$name") && echo "stopped after $((SECONDS - begun)) s: $log" ;;
     *) failed+=("$name") && echo "FAILED: $( (grep -E 'ailed|rror' "$log" || cat "$log") | tail -n 1) ($log)" ;;
   esac

@@ -197,6 +197,7 @@ def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: P
 
 FAULTS = {
     "ends": ("if i == 4: sys.exit()", "crashed", "give it more steps"),
+    "fills memory": ("if i == 4: raise RuntimeError('CUDA out of memory')", "oom", "CUDA out of memory"),
     "is killed": ("if i == 4: os.kill(os.getpid(), 9)", "crashed", "killed by SIGKILL"),
     "hangs": ("if i == 4: time.sleep(1000)", "timed out", "made no step for 3 s"),
     "catches everything": (
@@ -213,7 +214,7 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
     after, status, words = FAULTS[name]
     group = start(after=after)
     with pytest.raises(GroupFailed) as failed:
-        group.window(settle=0, steps=20, limit=60 if status == "crashed" else 3, stage="measuring")
+        group.window(settle=0, steps=20, limit=3 if status == "timed out" else 60, stage="measuring")
     assert failed.value.status == status
     assert words in failed.value.reason
     group.kill()

@@ -95,8 +95,11 @@ def ones(size, device):
     if {broken!r}:
         raise RuntimeError({broken!r} + "\\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
     return numpy.ones(size)
+def properties(i):
+    return types.SimpleNamespace(name=f"card {{i}}", uuid=f"uuid-{{i}}", total_memory=1 << 33)
 cuda = types.SimpleNamespace(
-    init=init, device_count=lambda: {count}, get_device_capability=lambda i: {capabilities}[i]
+    init=init, device_count=lambda: {count}, get_device_capability=lambda i: {capabilities}[i],
+    get_device_properties=properties,
 )
 """
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
@@ -154,6 +157,18 @@ def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
     assert hardware.gpus() == ()
     with pytest.raises(ConfigError, match=r"cpu cannot use T4 .* not compiled with CUDA enabled;"):
         setting.usual_device(None)
+
+
+def test_without_nvml_the_gpus_are_those_that_torch_sees(
+    install: Install, plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = install("L40", "T4")
+    plant()
+    assert (hardware.gpus(), asked.exists()) == ((), False), "without a driver torch is not asked"
+    plant()
+    monkeypatch.setattr(hardware, "DRIVERS", (str(tmp_path),))
+    assert hardware.gpus() == tuple(Gpu(f"card {i}", f"GPU-uuid-{i}", 1 << 33) for i in (0, 1))
+    assert (setting.usual_device(None), hardware.machine().driver) == ("cuda", None)
 
 
 OTHERS = ("gpu_others", "gpu_others_bytes", "gpu_others_changed_bytes", "gpu_others_percent")

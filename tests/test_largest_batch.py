@@ -69,7 +69,10 @@ def test_the_planted_limit_is_found_to_a_sixteenth_and_nothing_is_tried_twice(
     assert len(planted.tried) <= abs(math.log2((first * ranks) / max(fits, 1))) + 7
     tried = list(planted.tried)
     assert planted.found() == (found, limit)
-    assert planted.tried == tried, "what the ledger holds is not tried again"
+    least = min(n for n in tried if n > fits)
+    assert planted.tried == [*tried, least], "another process may have had the memory that was missing"
+    planted.fits = 4 * least
+    assert planted.found()[0] >= 2 * least
 
 
 def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:

@@ -128,6 +128,13 @@ def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
     assert math.exp(sum(logs) / len(logs)) == pytest.approx(1.5, rel=0.2)
 
 
+def test_a_script_may_be_silent_as_long_as_an_evaluation_lasts(instrument: Instrument) -> None:
+    """Of its own loop the lab hears each step alone; a group of the lab's that is silent so long hangs."""
+    own, script = RunConfig(), RunConfig(workload="ddpm_lab.measure.command:command", options=(("command", "train"),))
+    limits = [Seat(Member("baseline", "", c), Plan(), instrument).silence_limit for c in (own, script)]
+    assert limits == [instrument.limits.window_seconds, instrument.limits.build_seconds]
+
+
 @pytest.mark.slow
 def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,9 @@ import dataclasses
 import io
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -103,12 +105,25 @@ def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConf
     assert found["loss"] == pytest.approx(sum(found["by_time"]) / 10)
 
 
-def test_a_long_held_out_loss_gives_signs_of_life(config: RunConfig) -> None:
-    marks = list[str]()
-    trainer = start(config)
+def test_a_look_takes_no_more_memory_than_a_step_and_gives_signs_of_life(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, marks = start(config), list[str]()
+    advance(trainer, 4)
+    whole, drawn = trainer.held_out_loss(draws=100), images_of(trainer.draw_png(count=4, steps=3))
+    assert whole is not None
+    monkeypatch.setattr(Training, "_at_once", 3)
     trainer.context = dataclasses.replace(trainer.context, mark=marks.append)
-    trainer.held_out_loss(draws=400)
-    assert len(marks) > 1
+    assert trainer.held_out_loss(draws=100) == {**whole, "loss": pytest.approx(whole["loss"]), "by_time": ANY}
+    assert len(marks) == 22 + 12, "of 64 and of 36 draws"
+    assert np.abs(images_of(trainer.draw_png(count=4, steps=3)) - drawn.astype(int)).max() <= 1
+
+
+def test_as_many_images_are_looked_at_as_a_step_has_or_more_small_ones(config: RunConfig) -> None:
+    rows = [(32, 8, 1, 64), (128, 1, 1, 4), (256, 2, 1, 2), (256, 128, 1, 64), (256, 128, 32, 4), (512, 1, 1, 1)]
+    for side, batch, parts, count in rows:
+        asked = dataclasses.replace(config, image_size=side, global_batch_size=batch, accumulation=parts)
+        assert Training._at_once.fget(SimpleNamespace(config=asked)) == count  # type: ignore[attr-defined]
 
 
 def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path) -> None:

@@ -222,6 +222,11 @@ def largest_batch(
     unit = base.world_size * base.accumulation
     tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
     tried = {size: r for size, r in tried.items() if r.status in ENDED}
+    if lacked := [n for n, r in tried.items() if r.status == "oom" and base.device == "cuda"]:
+        # Another process may have had the memory, so the smallest of them is tried once more.
+        member = Member("search", f"batch {min(lacked)}", replace(base, global_batch_size=min(lacked)))
+        if (again := attempt(member)).status == "ok":
+            tried = {n: r for n, r in tried.items() if n not in lacked} | {min(lacked): again}
     failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
         # Main memory of all ranks together at their peaks.

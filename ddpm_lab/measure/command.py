@@ -218,7 +218,8 @@ class CommandGroup:
         with contextlib.suppress(ValueError):
             how = f"was killed by {signal.Signals(number).name}"
         advice = ": give it more steps or epochs" if steps and not code else ""
-        raise GroupFailed("crashed", f"{how} {where}{advice}{self._last()}", self._printed())
+        status = "oom" if "out of memory" in (printed := self._printed()).lower() else "crashed"
+        raise GroupFailed(status, f"{how} {where}{advice}{self._last()}", printed)
 
     def _printed(self) -> str:
         with contextlib.suppress(OSError), self.log.open("rb") as file:

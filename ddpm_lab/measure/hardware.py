@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from ddpm_lab.declared import parsed
 from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
@@ -31,11 +32,15 @@ WAYS_OUT = (
     "with CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
 )
 _ASK_TORCH = (
-    "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
+    "import json, torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
+    "cards = map(torch.cuda.get_device_properties, gpus); "
+    "print(json.dumps([[card.name, f'GPU-{card.uuid}', card.total_memory] for card in cards])); "
     "print(*min(map(torch.cuda.get_device_capability, gpus)), flush=True); "
     "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]"
 )
-"""Print the lowest compute capability, and run a first kernel on each GPU."""
+"""Print what each GPU is, and the lowest compute capability; run a first kernel on each."""
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+"""Where a driver shows itself to a process that may use its GPUs."""
 IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Has CUDA number GPUs as NVML does, and not by their speed, unless the environment says otherwise."""
 TORCH_SECONDS = 120.0  # how long torch may take for this
@@ -153,7 +158,12 @@ def _gpu(handle: Any) -> Gpu:
 
 @cache
 def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
-    """Every GPU of the machine that this user may use, and the driver version."""
+    """Every GPU of the machine that this user may use, and the driver version.
+
+    Without NVML, those that torch sees: neither its library nor its binding is a part of torch.
+    """
+    if _nvml() is None:
+        return _ask_torch()[2] if any(map(os.path.exists, DRIVERS)) else (), None
     # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
     handles = [ask_nvml("nvmlDeviceGetHandleByIndex", i) for i in range(ask_nvml("nvmlDeviceGetCount") or 0)]
     return tuple(_gpu(h) for h in handles if h is not None), ask_nvml("nvmlSystemGetDriverVersion")
@@ -167,7 +177,7 @@ def gpus() -> tuple[Gpu, ...]:
 def _visible() -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, by index or UUID; the list ends at the first entry that fails."""
     found, wanted = _nvidia()[0], os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    if wanted is None or _nvml() is None:  # torch has chosen by then
         return found
     entries = [entry.strip() for entry in wanted.split(",")]
     if found and entries[0].startswith("MIG-"):  # CUDA shows a process one MIG device, whatever follows
@@ -248,17 +258,22 @@ def least_capability() -> tuple[int, int] | None:
 
 
 @cache
-def _ask_torch() -> tuple[tuple[int, int] | None, str]:
-    """The lowest compute capability, or torch's error; asked once, in a process of its own, since it wakes CUDA."""
+def _ask_torch() -> tuple[tuple[int, int] | None, str, tuple[Gpu, ...]]:
+    """The lowest compute capability, or torch's error, and the GPUs that it sees.
+
+    It is asked once, in a process of its own, since that wakes CUDA.
+    """
     how: dict[str, Any] = {"capture_output": True, "text": True, "env": IN_ORDER | os.environ}
     try:
         done = subprocess.run([sys.executable, "-P", "-c", _ASK_TORCH], check=False, timeout=TORCH_SECONDS, **how)
     except subprocess.TimeoutExpired:
-        return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
-    major, minor = map(int, done.stdout.split()[-2:] or (0, 0))
+        return None, f"it did not answer within {TORCH_SECONDS:.0f} s", ()
+    *_, listed, capability = ["", "0 0", *str(done.stdout).splitlines()]
+    major, minor = map(int, capability.split())
+    cards = tuple(Gpu(*card) for card in parsed(listed)) if major else ()
     # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
     said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
     error = said[1] if said else f"the process that asked it ended with {done.returncode}"
     # A GPU that others fill or hold may not be wanted; a rank on it says so.
     fine = not done.returncode or "out of memory" in error or "busy" in error
-    return (major, minor) if major else None, "" if fine else error
+    return (major, minor) if major else None, "" if fine else error, cards

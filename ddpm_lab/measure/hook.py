@@ -130,6 +130,7 @@ class Turns:
         device = weights[0].device
         properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         uuid = getattr(properties, "uuid", None)
+        free, total = torch.cuda.mem_get_info(device) if properties else (0, 0)
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
         versions = {name: getattr(module, "__version__", None) for name, module in installed}
@@ -142,6 +143,7 @@ class Turns:
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
+            **({"device_used_bytes": total - free, "device_total_bytes": total} if total else {}),
             "parameters": sum(p.numel() for p in weights),
             "weights": sorted({str(p.dtype)[6:] for p in weights}),
             "gradients": sorted({str(p.grad.dtype)[6:] for p in weights if p.grad is not None}),

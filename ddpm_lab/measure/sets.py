@@ -207,8 +207,10 @@ class Seat:
 
     @property
     def silence_limit(self) -> float:
-        """Seconds that a rank may be silent in a window."""
-        return max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
+        """Seconds that a rank may be silent in a window; a script, of which each step alone is heard, evaluates too."""
+        limits = self.instrument.limits
+        usual = limits.build_seconds if self.config.command else limits.window_seconds
+        return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int) -> None:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""

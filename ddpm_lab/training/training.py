@@ -175,14 +175,16 @@ class Training(Trainer):
         t = t.clamp_(max=diffusion.timesteps - 1)
         losses: list[Tensor] = []
         for start in range(0, draws, _AT_ONCE):
-            self.context.mark("held-out loss")
             part = torch.arange(start, min(start + _AT_ONCE, draws))
             pixels = packed.images[packed.held_out_indices[order[part % images].numpy()]]
             x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.device, torch.float32).div_(127.5).sub_(1)
-            noise = torch.randn(x0.shape, generator=generator).to(self.device)
-            times = t[part].to(self.device)
-            prediction = network(diffusion.q_sample(x0, times, noise), times)
-            losses.append(diffusion.prediction_loss(prediction, x0, times, noise).double().cpu())
+            noise, times = torch.randn(x0.shape, generator=generator).to(self.device), t[part].to(self.device)
+            for first in range(0, len(part), self._at_once):
+                self.context.mark("held-out loss")
+                few = slice(first, first + self._at_once)
+                prediction = network(diffusion.q_sample(x0[few], times[few], noise[few]), times[few])
+                found = diffusion.prediction_loss(prediction, x0[few], times[few], noise[few])
+                losses.append(found.double().cpu())
         allow_tf32(self.config.precision == "tf32")
         each, strata = torch.cat(losses), t * STRATA // diffusion.timesteps
         by_time = [float(each[strata == s].mean()) for s in range(STRATA)]
@@ -214,10 +216,17 @@ class Training(Trainer):
 
     def _drawn(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
         """Images (N, 3, S, S) of these numbers by DDIM."""
-        evaluate = Inference(network, config, self.device)
-        images = generate(evaluate, ddim_steps(self.diffusion, steps), numbers, self.context.mark)
+        evaluate, taken = Inference(network, config, self.device), ddim_steps(self.diffusion, steps)
+        parts = [numbers[i : i + self._at_once] for i in range(0, len(numbers), self._at_once)]
+        images = torch.cat([generate(evaluate, taken, part, self.context.mark).cpu() for part in parts])
         allow_tf32(self.config.precision == "tf32")
-        return images.cpu()
+        return images
+
+    @property
+    def _at_once(self) -> int:
+        """Images that are evaluated at once: they fit into memory where those of a step do, or are small."""
+        step, small = self.config.rank_batch_size // self.config.accumulation, _AT_ONCE * 32**2
+        return min(_AT_ONCE, max(1, step, small // self.config.image_size**2))
 
 
 def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
