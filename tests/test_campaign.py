@@ -426,7 +426,7 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: La
     found = asking.planned(seconds=300).measure()
     assert asking.asked == [1]
     crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
-    assert found.disturbed == len(crowded)
+    assert found.before == len(crowded)
     assert len(alone) >= 4, "one thread beside a process that takes one core is quiet"
     assert found.measured_sets == len(crowded) + len(alone)
     assert found.experiment == ON_ONE_CORE

@@ -364,7 +364,7 @@ def recommend(
             _note_space(again.campaign, space)
             measured = again.measure()
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
-                return dataclasses.replace(measured, before=(measured.before[0] + planned.campaign.measured_sets, 0))
+                return dataclasses.replace(measured, before=measured.before + planned.campaign.measured_sets)
             # Trials call the winner worse: search without it.
 
 

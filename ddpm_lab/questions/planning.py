@@ -146,15 +146,15 @@ class Settings:
 class Planned:
     """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
 
-    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets,
-    and those of them that did not count, of a first attempt with all cores.
+    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets
+    of a first attempt with all cores.
     """
 
     campaign: Campaign
     output: Path
     progress: Progress
     on_cores: Callable[[int | None], Planned] | None = None
-    before: tuple[int, int] = (0, 0)
+    before: int = 0
 
     @property
     def experiment(self) -> Experiment:
@@ -174,12 +174,7 @@ class Planned:
     @property
     def measured_sets(self) -> int:
         """Sets that were measured now."""
-        return self.before[0] + self.campaign.measured_sets
-
-    @property
-    def disturbed(self) -> int:
-        """Those that did not count, since other processes took the cores that they needed."""
-        return self.before[1] + self.campaign.disturbed
+        return self.before + self.campaign.measured_sets
 
     @property
     def completed(self) -> bool:
@@ -192,7 +187,7 @@ class Planned:
         target = replace(c.target, **changes)
         same = experiment is None or experiment.name == c.experiment.name
         again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces)
-        return replace(self, campaign=again, on_cores=self.on_cores if same else None, before=(0, 0))
+        return replace(self, campaign=again, on_cores=self.on_cores if same else None, before=0)
 
     def measure(
         self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
@@ -222,8 +217,7 @@ class Planned:
                 if left is not None:  # an answer is worth more than the time
                     left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
                 found = again.measure(seconds=left, stages=stages, look=look)
-                sets, disturbed = found.before
-                return replace(found, before=(sets + campaign.measured_sets, disturbed + campaign.disturbed))
+                return replace(found, before=found.before + campaign.measured_sets)
         count = campaign.measured_sets
         if not none:  # as on a page of a report, which measures for all pages together
             self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
@@ -302,12 +296,12 @@ def check_time(campaign: Campaign) -> None:
 def plan_experiment(
     experiment: Experiment,
     *,
+    output: Path,
     data_name: str,
     plan: Plan,
-    sets: int,
-    resolution: float | None,
-    minutes: float | None,
-    output: Path,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
     quiet: bool = False,
     code: CodeVersion | None = None,
 ) -> Planned:
@@ -513,19 +507,15 @@ def plan_pair(
     names: tuple[str, str],
     *,
     output: Path,
-    quiet: bool,
-    resolution: float = RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
-    code: CodeVersion | None = None,
     cores: int | None = None,
+    **how: Any,
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
-    ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
-    Raises ConfigError where this machine cannot, or the work is not equal.
+    ``cores`` of a CPU are those of earlier sets, or that are free. ``how`` is as in ``plan_experiment``. Raises
+    ConfigError where this machine cannot, or the work is not equal.
     """
-    if minutes == 0:
+    if how.get("minutes") == 0:
         raise ConfigError("minutes is 0: give more, or leave it out for no limit")
     most = hardware.usable_cores()
     free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
@@ -542,10 +532,8 @@ def plan_pair(
     )
     asked = Experiment(name="compare", families=(family,))
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
-    limits |= {"resolution": resolution, "minutes": minutes}
-    planned = plan_experiment(asked, data_name=images, plan=Plan(), **limits)
-    again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
+    planned = plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
+    again = None if cores else lambda n: plan_pair(pair, names, output=output, cores=n, **how)
     return dataclasses.replace(planned, on_cores=again)
 
 
