@@ -514,12 +514,12 @@ def _faster(claim: Claim, records: Records) -> Judged:
         return Judged(stats.INCONCLUSIVE, _said(row), phrases.outcome(row))
     why = f"it is called {row.verdict}"
     if claim.expects == stats.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it
-        cost = torch_compile.break_even(records.studies[row.experiment], row)
+        cost, steps = torch_compile.break_even(records.studies[row.experiment], row)
         if row.verdict == stats.SLOWER and row.config.device == "cpu":
             return _undecided(replace(claim, gpus=1), records)
-        if row.verdict == stats.FASTER and math.isnan(cost.steps.value):
+        if row.verdict == stats.FASTER and math.isnan(steps.value):
             return _undecided(claim, records)
-        why = f"compiling takes {phrases.seconds(cost.compile.value)} and pays off {torch_compile.pays_off(cost, row)}"
+        why = f"compiling takes {phrases.seconds(cost.value)} and pays off {torch_compile.pays_off(steps, row)}"
     others = _rows(claim, records) if claim.best else ()
     better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
     holds = row.verdict == claim.expects and not better

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,10 @@ def answer(study: Study) -> Answer:
     """Compare eager and compiled speed, and what compiling costs with what it saves."""
 
     def columns(row: Comparison) -> dict[str, str]:
-        cost, compiled = break_even(study, row), bool(row.sets) and row.role == "candidate"
+        (cost, steps), compiled = break_even(study, row), bool(row.sets) and row.role == "candidate"
         return {
-            "Compile, cold": phrases.seconds(cost.compile.value) if compiled and cost.compile.sets else phrases.DASH,
-            "Pays off": pays_off(cost, row) if compiled else phrases.DASH,
+            "Compile, cold": phrases.seconds(cost.value) if compiled and cost.sets else phrases.DASH,
+            "Pays off": pays_off(steps, row) if compiled else phrases.DASH,
         }
 
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
@@ -69,18 +69,11 @@ def answer(study: Study) -> Answer:
     return speeds(study, found, columns=columns, views=views)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEven:
-    """Seconds of a cold ``compile``, and the ``steps`` that earn them back; infinite: never, at this speed.
+def break_even(study: Study, row: Comparison) -> tuple[stats.Estimate, stats.Interval]:
+    """Seconds of a cold compile, and the steps that earn them back; infinite: never, at this speed.
 
     The geometric mean of one measurement has no interval; that of the steps then follows from the ratio's alone.
     """
-
-    compile: stats.Estimate
-    steps: stats.Interval
-
-
-def break_even(study: Study, row: Comparison) -> BreakEven:
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
     cost = stats.estimate(np.log([seconds for r in ok if (seconds := r.stages.get("compile"))]))
     step = row.step_seconds * row.ratio.value
@@ -90,31 +83,31 @@ def break_even(study: Study, row: Comparison) -> BreakEven:
         low, high = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
     known = not math.isnan(cost.value + saved)
     steps = math.nan if not known else cost.value / saved if saved > 0 else math.inf
-    return BreakEven(compile=cost, steps=stats.Interval(value=steps, low=low, high=high))
+    return cost, stats.Interval(value=steps, low=low, high=high)
 
 
-def pays_off(found: BreakEven, row: Comparison) -> str:
+def pays_off(steps: stats.Interval, row: Comparison) -> str:
     """Such as "after 2,130 steps (1,900 to 2,500)", "never, at this speed", "inconclusive", or "unknown"."""
     if row.verdict == stats.SLOWER:
         return "never, at this speed"
     if row.verdict != stats.FASTER:
         return stats.INCONCLUSIVE
-    if math.isnan(found.steps.value):
+    if math.isnan(steps.value):
         return "unknown"
-    steps, few, many = (phrases.significant(v) for v in (found.steps.value, *found.steps.ends))
-    between = f"{few} or more" if math.isinf(found.steps.high) else f"{few} to {many}"
-    return f"after {phrases.plural(steps, 'step')} ({between})"
+    count, few, many = (phrases.significant(v) for v in (steps.value, *steps.ends))
+    between = f"{few} or more" if math.isinf(steps.high) else f"{few} to {many}"
+    return f"after {phrases.plural(count, 'step')} ({between})"
 
 
 def sentence(study: Study, row: Comparison) -> str:
     """Return cost and break-even of a compiled configuration, and what its witness counted."""
-    found = break_even(study, row)
-    if not found.compile.sets:
+    cost, steps = break_even(study, row)
+    if not cost.sets:
         return "The cost of a cold compile was not measured."
-    measured = phrases.plural(found.compile.sets, "measurement")
-    text = f"Compiling takes {phrases.seconds(found.compile.value)} with an empty cache ({measured})"
-    alone = found.compile.sets == 1 and row.verdict == stats.FASTER
-    pays = f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
+    measured = phrases.plural(cost.sets, "measurement")
+    text = f"Compiling takes {phrases.seconds(cost.value)} with an empty cache ({measured})"
+    alone = cost.sets == 1 and row.verdict == stats.FASTER
+    pays = f" and pays off {pays_off(steps, row)}{'; the interval is that of the speed alone' * alone}."
     text += pays if row.resolved else "; whether it pays off is not known yet."
     witnessed = counters(study, row.run_id)
     return f"{text} Witnessed: {witnessed}." if witnessed else text
