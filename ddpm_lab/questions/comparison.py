@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
@@ -87,7 +87,7 @@ class ComparisonResult:
             "ran": _witnesses(self.study),
             "resolution": self.study.resolution,
             "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(self.study)],
-            "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
+            "losses": {"verdict": losses[0], "sentence": ": ".join(losses)},
             "figure": str(self.figure),
         }
 
@@ -101,7 +101,7 @@ class ComparisonResult:
             for row in comparisons(self.study)
             if row.sets and row.role != "twin"
         ]
-        lines += [f"  losses: {first_losses(self.study).sentence}", *map("  {}".format, _witnesses(self.study))]
+        lines += [f"  losses: {': '.join(first_losses(self.study))}", *map("  {}".format, _witnesses(self.study))]
         return "\n".join([*lines, f"figure: {self.figure}"])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -254,8 +254,6 @@ def _labels(one: str, two: str) -> tuple[str, str]:
 
 DIFFERENT = "differs"
 NOT_COMPARABLE = "not comparable"
-
-
 _ANSWER = ("verdict", "claim", "ratio", "low", "high", "noise_low", "noise_high", "sets", "hardware", "date", "quality")
 _SIDE = (
     *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
@@ -281,22 +279,12 @@ def _witnesses(study: Study) -> list[str]:
     return found
 
 
-class Losses(NamedTuple):
-    """Whether two sides compute the same: identical, differs, not comparable or not measured; and why."""
+def first_losses(study: Study) -> tuple[str, str]:
+    """Whether the first losses of two sides from equal seeds are the same to the last bit, and why that is the verdict.
 
-    verdict: str
-    why: str
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.verdict}: {self.why}"
-
-
-def first_losses(study: Study) -> Losses:
-    """Compare the first losses of two sides from equal seeds, to the last bit.
-
-    Where the baseline differs from its own twin (steps without a fixed seed, sums in another order at each run), the
-    sides are not comparable. A difference is relative to the larger of two losses, the largest over steps, ranks, sets.
+    It is identical, differs, not comparable or not measured. Where the baseline differs from its own twin (steps
+    without a fixed seed, sums in another order at each run), the sides are not comparable. A difference is relative to
+    the larger of two losses, the largest over steps, ranks, sets.
     """
     sets: dict[str, dict[str, RunRecord]] = defaultdict(dict)
     for record in study.records:
@@ -304,14 +292,14 @@ def first_losses(study: Study) -> Losses:
             sets[record.set_id][record.role] = record
     whole = [held for held in sets.values() if len(held) == 3]
     if not whole:
-        return Losses(NOT_MEASURED, "no set has both sides")
+        return NOT_MEASURED, "no set has both sides"
     sides = (whole[0]["baseline"], whole[0]["candidate"])
     if silent := [r.label for r in sides if not any(map(any, _losses(r)))]:
-        return Losses(NOT_MEASURED, f"{phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss")
+        return NOT_MEASURED, f"{phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss"
     steps = min(len(rank) for held in whole for record in held.values() for rank in _losses(record))
     base, label = (r.label for r in sides)
     if len({r.config.world_size for r in whole[0].values()}) > 1 or not steps:
-        return Losses(NOT_COMPARABLE, f"{label} and {base} have other ranks")
+        return NOT_COMPARABLE, f"{label} and {base} have other ranks"
 
     def apart(role: str) -> float:
         """The largest relative difference from the baseline."""
@@ -321,11 +309,11 @@ def first_losses(study: Study) -> Losses:
 
     other, own, of = apart("candidate"), apart("twin"), f"the first {steps} losses"
     if not other:
-        return Losses(IDENTICAL, f"{of} agree to the last bit")
+        return IDENTICAL, f"{of} agree to the last bit"
     if own:
         repeated = f"those of {base} from one run to the next by {_share(own)}"
-        return Losses(NOT_COMPARABLE, f"{of} differ by up to {_share(other)}, and {repeated}")
-    return Losses(DIFFERENT, f"{of} by up to {_share(other)}, where {base} repeats its own to the last bit")
+        return NOT_COMPARABLE, f"{of} differ by up to {_share(other)}, and {repeated}"
+    return DIFFERENT, f"{of} by up to {_share(other)}, where {base} repeats its own to the last bit"
 
 
 def _losses(record: RunRecord) -> list[list[float]]:

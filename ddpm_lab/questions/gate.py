@@ -220,5 +220,5 @@ def _said(status: str, text: str) -> Outcome:
 
 def summary(answer: Answer, judged: Outcome) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
-    texts = [judged.sentence, *answer.finding.claim.split("\n"), f"Losses: {first_losses(answer.study).sentence}."]
+    texts = [judged.sentence, *answer.finding.claim.split("\n"), f"Losses: {': '.join(first_losses(answer.study))}."]
     return "### " + "\n\n".join(map(literal, texts)) + "\n"
