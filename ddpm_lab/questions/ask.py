@@ -63,27 +63,24 @@ def trained() -> tuple[str, ...]:
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
-    grid = arguments({**questions(), **STAGES}[name], grid, name)
-    experiment = _ask(name, setup, seeds=seeds, images=images, **grid)
+    made = {**questions(), **STAGES}[name]
+    grid = arguments(made, grid, name)
+    given = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
+    if setup.own and setup.own.lacks(name):
+        experiment = nothing_asked(name, setup)
+    elif name in (*trained(), RECOMMENDATION):
+        experiment = with_trials(made(setup, **grid), setup, seeds=seeds, images=images)
+    elif name == "quality":
+        experiment = made(setup, **grid, **arguments(made, given, name))
+    elif given and name != SEARCH:
+        (option, value), *_ = given.items()
+        able = ", ".join((*trained(), "quality"))
+        raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
+    else:
+        experiment = made(setup, **grid)
     # A question has one primary comparison: that of its first family.
     others = tuple(dataclasses.replace(f, primary="") for f in experiment.families[1:])
     return dataclasses.replace(experiment, families=experiment.families[:1] + others)
-
-
-def _ask(name: str, setup: Setup, *, seeds: int | None, images: int | None, **grid: Any) -> Experiment:
-    if setup.own and setup.own.lacks(name):
-        return nothing_asked(name, setup)
-    made = {**questions(), **STAGES}[name]
-    if name == SEARCH:
-        return search(setup, **grid)
-    given = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
-    if name in (*trained(), RECOMMENDATION):
-        return with_trials(made(setup, **grid), setup, seeds=seeds, images=images)
-    for option, value in given.items():
-        if name != "quality":
-            able = ", ".join((*trained(), "quality"))
-            raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
-    return made(setup, **grid, **(arguments(made, given, name) if given else {}))
 
 
 @once
