@@ -19,7 +19,6 @@ from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.selection import Study, once, rank_zero
-from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family, Question
@@ -229,11 +228,6 @@ def considered(study: Study) -> tuple[Change, ...]:
 def advice(study: Study) -> tuple[Change, ...]:
     """Changes worth applying or measuring, the one with the largest sure gain first."""
     return tuple(a for a in considered(study) if a.listed)
-
-
-def table(study: Study) -> Table:
-    """What was measured to be faster, the largest sure gain first; may be empty."""
-    return changes_table([a for a in advice(study) if a.ratio > 1])
 
 
 def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Change:
