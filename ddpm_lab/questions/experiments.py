@@ -83,13 +83,15 @@ def run(
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def measured_here(name: str, output_dir: str | Path | None) -> Study:
+def measured_here(
+    name: str, output_dir: str | Path | None, *, workload: str | None = None, network: str | None = None
+) -> Study:
     """The records of this machine that answer a question; a study without records where there are none."""
     output, here = output_folder(output_dir), hardware.machine().key
-    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
-    if not any((h.experiment, h.machine.key) == (name, here) for h in heads):
+    heads = [h for h in of_training(Ledger(output / LEDGER).heads()[0], workload) if h.machine.key == here]
+    if not any(name in (h.experiment, RECOMMENDATION) for h in heads):
         return study([], name, output_dir=output)
-    return _stored(name, output, None, here)
+    return _stored(name, output, None, here, workload=workload, network=network)
 
 
 def _published(name: str, output: Path) -> Study:
@@ -171,14 +173,11 @@ def recommendation(
             say("note: what is left of the time is too short for a search")
         else:
             recommend(minutes=minutes, **settings)
-    if measures:
-        machine = hardware.machine().key
-        if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
-            return answer(study([], RECOMMENDATION, output_dir=output))
     of = {"workload": workload, "network": settings.get("network")}
-    shown = _stored(RECOMMENDATION, output_dir, ledger, machine, **of)
-    if measures:
-        write_settings(shown)
+    if not measures:
+        return answer(_stored(RECOMMENDATION, output, ledger, machine, **of))
+    shown = measured_here(RECOMMENDATION, output, **of)
+    write_settings(shown)
     return answer(shown)
 
 
