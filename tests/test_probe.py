@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import planted_search as planted
@@ -221,6 +223,15 @@ def test_a_bottleneck_is_looked_for_in_the_settings_that_train_takes(
             assert probe._name(family.baseline) == NAMES[names]
         else:
             assert (family.baseline.precision, family.baseline.compile) == ("fp32", "whole")
+
+
+def test_a_container_that_leaves_little_of_the_machines_memory_has_no_room_for_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group: Any = SimpleNamespace(pids=(os.getpid(),))
+    for left, room in ((1 << 50, True), (1 << 20, False)):
+        monkeypatch.setattr(hardware, "available_bytes", lambda left=left: left)
+        assert probe._room_for_two(group) is room
 
 
 @pytest.mark.slow

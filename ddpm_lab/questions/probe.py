@@ -258,8 +258,8 @@ def _room_for_two(group: Group) -> bool:
     held = 0
     for pid in group.pids:
         with suppress(psutil.Error):
-            held += psutil.Process(pid).memory_info().rss
-    return bool(held < 0.8 * psutil.virtual_memory().available)
+            held += int(psutil.Process(pid).memory_info().rss)
+    return held < 0.8 * hardware.available_bytes()
 
 
 def _sure(mine: list[float], theirs: list[float]) -> bool:
