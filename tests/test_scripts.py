@@ -49,10 +49,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_a_command(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
+    script, settings = tmp_path / "run.sh", tmp_path / "my settings" / "a.toml"
+    settings.parent.mkdir()
+    settings.touch()
     script.touch(mode=0o755)
-    assert all(map(scripts.is_command, ("python train.py", str(script))))
-    assert not any(map(scripts.is_command, ("mine:before", "settings.toml", "mine.py", "", 3, print)))
+    long = f"python train.py {'x' * 3000} --config a.toml"
+    assert all(map(scripts.is_command, ("python train.py", long, str(script))))
+    assert not any(map(scripts.is_command, ("mine:before", "settings.toml", settings, "mine.py", "", 3, print)))
 
 
 def test_scripts_that_a_command_names_are_part_of_it(tmp_path: Path) -> None:
