@@ -15,7 +15,7 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.measure import bottleneck_study
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held
@@ -241,7 +241,7 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
     )
     fused = replace(config, loader="packed", loader_workers=0, kernels="fused", freed_memory="kept")
     asked = "--batch-size 8 --precision bf16 --loader packed --compile off"
-    assert question.command(study(), fused).endswith(asked), "it chooses the others again"
+    assert findings.command_of_step(study(), fused).endswith(asked), "it chooses the others again"
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
 

@@ -210,6 +210,7 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
 def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
     here = make.study(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.6)}, count=2)))
     assert answer(here).finding.way_out == "ddpm-lab run amp --device cpu --batch-size 32"
+    assert "--batch-size 32 --device cpu --precision fp32 " in findings.command_of_step(here, RunConfig())
 
 
 def test_of_several_networks_a_headline_names_its_own() -> None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
@@ -21,6 +22,12 @@ _SUBJECTS = {
     "exchange": ("the exchange with {label}", "the {base}"),
     "batch_size": ("{label}", "{base}, image for image"),
 }
+_OF_STEP = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
+"""Settings that are options of the command."""
+_LEFT_OPEN = ("precision", "loader", "compile")
+"""Those of them that it chooses as a training would where they are left open."""
+_CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
+"""Settings that it chooses itself where they are left open, most of them again as before."""
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
@@ -327,7 +334,7 @@ def way_out_of(study: Study, row: Comparison) -> str:
     if row.answered or row.role != "candidate":
         return ""
     typed = command_of(study, row)
-    if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
+    if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets or row.experiment == "bottleneck":
         return typed
     if row.minutes_needed > 120:
         return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
@@ -340,6 +347,8 @@ def command_of(study: Study, row: Comparison) -> str:
     config = row.baseline
     if row.experiment == "compare":
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
+    if row.experiment == "bottleneck":
+        return command_of_step(study, config, row.label)
     words = ["ddpm-lab", "run", row.experiment]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
@@ -351,10 +360,24 @@ def command_of(study: Study, row: Comparison) -> str:
     return " ".join([*words, *where_of(study), *_options(row)])
 
 
+def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
+    """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
+    plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
+    words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
+    words += ["--batch-size", str(config.global_batch_size), *where_of(study)]
+    changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
+    for name in _OF_STEP:
+        named = name in changed or name in _LEFT_OPEN
+        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
+    words += ["--config", "FILE"] if changed - {*_OF_STEP, *_CHOSEN} else []
+    words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
+    return shlex.join(words)
+
+
 def where_of(study: Study) -> list[str]:
-    """The option that names the device of a study, where a command would choose another."""
+    """The words that name the device of a study, where a command would choose another."""
     last = next(iter(study.records[-1:]), None)
-    return ["--device cpu"] if last and last.machine.gpus and last.config.device == "cpu" else []
+    return ["--device", "cpu"] if last and last.machine.gpus and last.config.device == "cpu" else []
 
 
 def _options(row: Comparison) -> Iterator[str]:

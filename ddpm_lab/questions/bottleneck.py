@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,12 +52,6 @@ _WHY = {
     "global_batch_size": "What a step costs whatever its batch is shared by another number of images; "
     + phrases.within(CAVEAT[:-1]),
 }
-_OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
-"""Settings that are options of the command."""
-_LEFT_OPEN = ("precision", "loader", "compile")
-"""Those of them that it chooses as a training would where they are left open."""
-_CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
-"""Settings that it chooses itself where they are left open, most of them again as before."""
 
 
 def bottleneck(
@@ -259,24 +252,10 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         against=BASELINE,
         rationale=next((why for setting, why in _WHY.items() if setting in changed), usual),
         evidence=evidence,
-        command=command(study, about.config, *filter(None, [name])),
+        command=findings.command_of_step(study, about.config, *filter(None, [name])),
         share=share,
         usable=row is not None and row.verdict == FASTER and judged.verdict in GOOD,
     )
-
-
-def command(study: Study, config: RunConfig, *only: str) -> str:
-    """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
-    plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
-    words += ["--batch-size", str(config.global_batch_size), *findings.where_of(study)]
-    changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
-    for name in _OPTIONS:
-        named = name in changed or name in _LEFT_OPEN
-        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
-    words += ["--config", "FILE"] if changed - {*_OPTIONS, *_CHOSEN} else []
-    words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
-    return shlex.join(words)
 
 
 # --- verdict, targets, summary ----------------------------------------------------------------------------------------
@@ -433,7 +412,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         roofline=peers.limits_sentence(study, about.speed),
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
-        all_changes=command(study, config),
+        all_changes=findings.command_of_step(study, config),
         targets=tables.markdown(met),
         bands=TARGETS,
         budget=bd,

@@ -269,13 +269,8 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
-    judged = c.verdict == stats.FASTER and c.equivalence.verdict in OPEN
-    if c.experiment == "bottleneck":
-        from ddpm_lab.questions.bottleneck import command
-
-        return "" if judged or c.answered else command(study, c.baseline, c.label)
-    if judged:
-        able = c.equivalence.reason != quality.NO_LOSS_KNOWN
+    if c.verdict == stats.FASTER and c.equivalence.verdict in OPEN:
+        able = c.experiment != "bottleneck" and c.equivalence.reason != quality.NO_LOSS_KNOWN
         return f"{findings.command_of(study, c)} --seeds 8" if able else ""
     return findings.way_out_of(study, c)
 
