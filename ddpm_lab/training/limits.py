@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion.blocks import UpsampledConv2d
 from ddpm_lab.diffusion.step import AUTOCAST, Untrained, allow_tf32
 from ddpm_lab.diffusion.unet import NETWORKS, UNet, count_parameters
+from ddpm_lab.measure.process import host_id
 from ddpm_lab.workload import RankContext
 
 CONVOLUTION, PRODUCT, NORM, POINTWISE, REST = "convolution", "matrix product", "normalisation", "element-wise", "rest"
@@ -149,7 +149,7 @@ def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
     one = torch.ones(1, device=context.device)
     dist.all_reduce(one)
     names = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
-    dist.all_gather(names, torch.tensor([host()], device=context.device))
+    dist.all_gather(names, torch.tensor([int(host_id(), 16)], device=context.device))
 
     def once() -> None:
         for bucket in buckets:  # zeros stay zeros, whatever the number of steps
@@ -157,12 +157,6 @@ def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
 
     told = {"message_bytes": sum(b.nbytes for b in buckets), "buckets": len(buckets), "summed_over": float(one)}
     return Repeated(config, context, "all-reduce", once, **told, hosts=len({int(name) for name in names}))
-
-
-def host() -> int:
-    """A number for what has a network of its own: equal for processes of one machine and one network namespace."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    return int(digest([boot.read_text(), str(network.readlink())]), 16)
 
 
 def _options(config: RunConfig) -> tuple[int, int]:
