@@ -15,6 +15,7 @@ from git_repository import git, repository, write
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, in_repository, is_library
+from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.measure.worktree import Repository, tree_of
 
 WORKLOAD = """
@@ -106,9 +107,9 @@ def test_an_edit_of_every_module_counts_and_is_noticed_meanwhile(own: Loaded, tm
 
 
 def test_the_version_of_an_imported_package_counts(own: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, versions = module._version, [code_version(), code_version(own._replace(libraries=["packaging"]))]
+    real, versions = package_version, [code_version(), code_version(own._replace(libraries=["packaging"]))]
     for name, alike in (("packaging", [True, False]), ("torch", [False, False])):
-        monkeypatch.setattr(module, "_version", lambda package, new=name: "99" if package == new else real(package))
+        monkeypatch.setattr(module, "package_version", lambda found, new=name: "99" if found == new else real(found))
         now = [code_version(), code_version(own._replace(libraries=["packaging"]))]
         assert [a.key == b.key for a, b in zip(now, versions, strict=True)] == alike
 
@@ -191,6 +192,7 @@ def state(folder: Path) -> tuple[str, ...]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.measure.worktree import Repository
 own = Repository.around(Path(sys.argv[1]))
 with own.worktree(own.commit("main")) as folder:

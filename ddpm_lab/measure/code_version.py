@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import digest
+from ddpm_lab.measure.hardware import package_version
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
@@ -121,7 +122,7 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     sources = _lab_sources(tree.package if tree else PACKAGE) | own
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
-    parts += [f"{name}=={version}" for name in sorted(packages) if (version := _version(name))]
+    parts += [f"{name}=={version}" for name in sorted(packages) if (version := package_version(name))]
     variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in BUT)
     parts += [f"{name}={os.environ[name]}" for name in variables]
     found = CodeVersion(digest(parts), sources, tree)
@@ -159,12 +160,6 @@ def _hash(file: str) -> str:
 def _distributions() -> Mapping[str, list[str]]:
     """Which installed distributions provide a module; reading it takes longer than all the rest."""
     return importlib.metadata.packages_distributions()
-
-
-def _version(distribution: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(distribution)
-    return ""
 
 
 @cache
