@@ -92,10 +92,11 @@ def check_room(*folders: Path, ledger: Path | None = None) -> None:
             ledger.open("r+b").close()
 
 
-def replace(path: Path, content: str | bytes) -> None:
+def replace(path: Path, content: str | bytes | memoryview, *, durable: bool = False) -> None:
     """Write a file so that it is there as before or as a whole. Raises OSError, which names it.
 
-    Two processes may write one file, and a link that lies where the new content is gathered is not followed.
+    Two processes may write one file, and a link that lies where the new content is gathered is not followed. What is
+    ``durable`` has reached the disk when this returns, and so has its name.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -104,12 +105,21 @@ def replace(path: Path, content: str | bytes) -> None:
                 left.unlink(missing_ok=True)
         with partial.open("xb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # a full disk names none
         raise
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def read_settings(path: Path, place: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.archives import RefusedPickleError, refuse_tricks
 from ddpm_lab.declared import parsed
 from ddpm_lab.diffusion.unet import UNet, build_network
+from ddpm_lab.files import replace
 
 FORMAT = 1
 SECTIONS = ("weights", "averages", "first_moments", "second_moments")
@@ -82,21 +82,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     # Not straight to the file: torch turns a full disk into an error of its own.
     content = io.BytesIO()
     torch.save({"text": text, "sha256": _sha256(text, sections), **sections}, content)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name too
-    finally:
-        os.close(folder)
+    replace(path, content.getbuffer(), durable=True)
 
 
 def read(path: Path) -> Checkpoint:

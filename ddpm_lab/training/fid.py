@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
-import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.data.packed import Manifest, open_packed
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
-from ddpm_lab.files import expanded
+from ddpm_lab.files import expanded, replace
 from ddpm_lab.workload import RankContext
 
 PACKAGES = ("torchmetrics", "torch_fidelity")
@@ -143,9 +142,9 @@ class Fid(Untrained):
 
     def _keep(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
-        np.savez(partial, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
-        partial.replace(path)
+        content = io.BytesIO()
+        np.savez(content, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
+        replace(path, content.getbuffer())
 
     def _add(self, images: Pixels, indices: npt.NDArray[np.int64], *, real: bool) -> None:
         for start in range(0, len(indices), _BATCH):
