@@ -26,7 +26,7 @@ def run(name: str, nodes: int, ranks: int, options: dict[str, Any]) -> dict[str,
     begun = time.monotonic()
     try:
         limits, modules = Limits(build_seconds=60), code_of(config.workload).modules
-        with Group(config, threads=1, modules=modules, environment={}, limits=limits) as group:
+        with Group(config, threads=1, modules=modules, limits=limits) as group:
             processes = [psutil.Process(), *map(psutil.Process, group.pids)]
             sockets = [c for process in processes for c in process.net_connections("tcp")]
             found["listening"] = sorted({c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN})

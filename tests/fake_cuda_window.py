@@ -23,7 +23,7 @@ class Watched(Trainer):
 
 def main() -> None:
     config = RunConfig.from_dict({"workload": "fake_cuda_window:Watched", "device": "cuda", **json.loads(sys.argv[1])})
-    with Group(config, threads=1, modules={}, environment={}) as group:
+    with Group(config, threads=1) as group:
         # DDP times its own first ten steps, and waits for its events then.
         reports = group.window(settle=12, steps=10, limit=60, stage="testing")
         # A rank may still be at its first steps while the other is timed: each is asked about its own window.

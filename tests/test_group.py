@@ -29,7 +29,7 @@ MODULES = code_of(BUSY).modules
 
 def group(config: RunConfig) -> Group:
     limits = Limits(build_seconds=60, window_seconds=3)
-    return Group(config, threads=1, modules=MODULES, environment={}, limits=limits)
+    return Group(config, threads=1, modules=MODULES, limits=limits)
 
 
 def test_two_ranks_work_and_leave_nothing() -> None:
@@ -66,7 +66,7 @@ def trained_on_a_gpu(synthetic: RunConfig, ranks: int) -> tuple[RunConfig, list[
     base = RunConfig(data=synthetic.data, data_sha256=synthetic.data_sha256, workload="ddpm_lab.training.train:ddpm")
     how: dict[str, Any] = {"device": "cuda", "world_size": ranks, "loader": "resident", "oversubscribe": ranks > 1}
     config = dataclasses.replace(base, **how)
-    with Group(config, threads=1, modules={}, environment={}) as g:
+    with Group(config, threads=1) as g:
         g.window(settle=1, steps=3, limit=120, stage="testing")
         witness, hashes = g.witness(), g.call("weights_sha256", 60)
         g.finish()

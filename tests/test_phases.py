@@ -30,7 +30,7 @@ def group(function: str, world_size: int = 1, purpose: str = "profile", **option
     how: dict[str, Any] = {"workload": workload, "purpose": purpose, "world_size": world_size, "oversubscribe": True}
     config = RunConfig(global_batch_size=8, options=tuple(options.items()), **how)
     limits, modules = Limits(build_seconds=60), code_of(workload).modules
-    return Group(config, threads=1, modules=modules, environment={}, limits=limits)
+    return Group(config, threads=1, modules=modules, limits=limits)
 
 
 def take(g: Group, settle: int = SETTLE, steps: int = STEPS) -> list[dict[str, Any]]:

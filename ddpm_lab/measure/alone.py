@@ -156,11 +156,10 @@ def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
     seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=generated, count=fid.images, steps=steps)
     options = (("inception", fid.inception), ("sha256", fid.sha256))
     judge = RunConfig(workload=FID, device=config.device, data=config.data, options=options)
-    how: dict[str, Any] = {"threads": instrument.usable_cores, "modules": {}, "environment": {}}
-    how |= {"limits": Limits(build_seconds=FID_SECONDS), "progress": lambda text: seat.say(f"FID, {text}")}
+    how: dict[str, Any] = {"threads": instrument.usable_cores, "progress": lambda text: seat.say(f"FID, {text}")}
     asked = {"generated": generated, "count": fid.images, "cache": str(instrument.cache / "fid")}
     try:
-        with Group(judge, **how) as group:
+        with Group(judge, limits=Limits(build_seconds=FID_SECONDS), **how) as group:
             (answer,) = group.call("distance", FID_SECONDS, **asked)
             group.finish()
         found |= answer

@@ -80,8 +80,8 @@ class Group:
         config: RunConfig,
         *,
         threads: int,
-        modules: Mapping[str, str],
-        environment: dict[str, str],
+        modules: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
         tree: Tree | None = None,
         limits: Limits | None = None,
         progress: Progress = lambda _: None,
@@ -96,8 +96,9 @@ class Group:
         self.folder = self._folder.path
         try:
             with starting():
-                how = {"threads": threads, "modules": modules, "environment": environment, "tree": tree}
-                self._start(**how, config=config, folder=self.folder, collective_seconds=self.limits.build_seconds)
+                how: dict[str, Any] = {"modules": modules or {}, "environment": dict(environment or {}), "tree": tree}
+                how |= {"threads": threads, "folder": self.folder, "collective_seconds": self.limits.build_seconds}
+                self._start(config=config, **how)
             built = self._reports(self.limits.build_seconds, "building")
         except BaseException as error:
             self.kill()

@@ -185,10 +185,9 @@ class _Contest:
                     self.failed.append(f"{name} not tried for want of time")
                     continue
                 self.progress(f"probing settings: {name}")
-                quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
                 group = None
                 try:
-                    group = Group(candidate, threads=self.threads, starting=without_sigterm, **quiet)
+                    group = Group(candidate, threads=self.threads, starting=without_sigterm)
                     stack.enter_context(group)
                     if best is None:
                         step = min(self._step(group), self._step(group))

@@ -153,9 +153,8 @@ def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> No
     free = training_cores() if config.device == "cpu" else hardware.usable_cores()
     done, begun = count - missing, time.monotonic()
     progress(f"{done:,} of {count:,} images; starting")
-    how: dict[str, Any] = {"modules": {}, "environment": {}, "progress": progress}
     try:
-        with Group(config, threads=max(1, free // config.node_size), **how) as group:
+        with Group(config, threads=max(1, free // config.node_size), progress=progress) as group:
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
                 group.advance(1, SILENCE_SECONDS, "sampling")

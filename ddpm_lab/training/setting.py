@@ -366,8 +366,6 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
         with Group(
             config,
             threads=config.rank_threads(instrument.usable_cores),
-            modules={},
-            environment={},
             tree=tree,
             limits=instrument.limits,
             progress=lambda text: instrument.progress(f"{name}: {text}"),

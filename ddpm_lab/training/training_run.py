@@ -257,8 +257,8 @@ class _Run:
             self.watch = CoreWatch(self.config, self.threads)
         self.progress("starting")
         try:
-            how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
-            with Group(self.config, threads=self.threads, modules={}, **how) as group:
+            how: dict[str, Any] = {"progress": self.progress, "starting": without_sigterm}
+            with Group(self.config, threads=self.threads, **how) as group:
                 while self.step < self.schedule.steps and self.stop.number is None:
                     rows = self._advance(group)
                     if self.chunks == 1:
