@@ -24,13 +24,7 @@ _PERMUTATION, _FLIP, _NOISE = 1, 2, 3
 
 
 def rank_share(global_batch_size: int, rank: int, world_size: int) -> range:
-    """Positions within a global batch of one rank. Raises ValueError if it cannot be divided, or for no such rank."""
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} does not exist among {world_size} ranks; ranks count from 0")
-    if global_batch_size < 1 or global_batch_size % world_size:
-        raise ValueError(
-            f"a global batch of {global_batch_size} cannot be divided over {world_size} ranks; give a multiple"
-        )
+    """Positions within a global batch of one rank, of which the batch is a multiple (``RunConfig``)."""
     share = global_batch_size // world_size
     return range(rank * share, (rank + 1) * share)
 
@@ -44,10 +38,6 @@ class EpochStream:
     """
 
     def __init__(self, train_indices: npt.NDArray[np.int64], seed: int, *, flip: bool = True) -> None:
-        if len(train_indices) == 0 or seed < 0:
-            raise ValueError(
-                f"no stream over {len(train_indices)} images with seed {seed}: give images and a seed >= 0"
-            )
         self.train_indices = np.asarray(train_indices, dtype=np.int64)
         self._seed = seed
         self._flip = flip
@@ -91,16 +81,13 @@ class EpochStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which part of which batches a loader gives: one rank's, endlessly. Raises ValueError as ``rank_share``."""
+    """Which part of which batches a loader gives: one rank's, endlessly."""
 
     stream: EpochStream
     global_batch_size: int
     rank: int = 0
     world_size: int = 1
     start_step: int = 0
-
-    def __post_init__(self) -> None:
-        rank_share(self.global_batch_size, self.rank, self.world_size)
 
     def blocks(self) -> Iterator[Draws]:
         """Give, for many steps at once, the first step, image indices and whether to mirror them, both (k, n)."""
@@ -133,14 +120,12 @@ def noise_and_timesteps(
     """Draw noise and timesteps for the samples ``start`` to ``stop - 1`` of the global batch of one step.
 
     Noise is standard normal, float32 (stop - start, *shape) for a sample of ``shape`` (C, H, W); timesteps are uniform
-    over 0 to ``timesteps`` - 1, int64 (stop - start,). Raises ValueError for samples that are not part of the batch.
+    over 0 to ``timesteps`` - 1, int64 (stop - start,).
 
     On a CPU the batch is drawn in chunks of 8 samples, each with a seed of its own, so a rank draws little more than
     its share; on another device the whole global batch is drawn and cut, which costs less than many small kernels. In
     both, what a sample gets does not depend on how the batch is divided; between kinds of device it differs.
     """
-    if not 0 <= start < stop <= global_batch_size:
-        raise ValueError(f"samples {start} to {stop} are not part of a batch of {global_batch_size}")
     device = torch.device(device)
     chunk_samples = CHUNK_SAMPLES if device.type == "cpu" else global_batch_size
     first, last = start // chunk_samples, (stop - 1) // chunk_samples

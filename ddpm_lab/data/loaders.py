@@ -164,10 +164,8 @@ def dataset_loader(
     """Load the samples that each entry of ``batches`` lists, in ``workers`` processes (0: in this one).
 
     The workers start at once and live until ``close``; each has at most two batches under way. A worker whose training
-    process dies ends within about a second. Raises ValueError for a negative number of workers.
+    process dies ends within about a second.
     """
-    if workers < 0:
-        raise ValueError(f"{workers} loader workers are impossible; give 0 or more")
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
@@ -218,8 +216,8 @@ def open_loader(
       perfect data.
 
     Raises DataError where the files that the prepared folder was made from are gone or have changed, Unsupported where
-    the training images do not fit into the device's free memory, ValueError for a negative number of workers, and
-    IndexError, perhaps later, for a plan with an image that the array does not hold.
+    the training images do not fit into the device's free memory, and IndexError, perhaps later, for a plan with an
+    image that the array does not hold.
     """
     device = torch.device(device)
     side = packed.manifest.image_size
