@@ -46,7 +46,6 @@ class EpochStream:
 
     @property
     def epoch_size(self) -> int:
-        """Number of images in an epoch."""
         return len(self.train_indices)
 
     def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:

@@ -137,11 +137,9 @@ class Loader:
         return next(self._batches)
 
     def live_workers(self) -> int:
-        """Return the number of loader worker processes that are alive now."""
         return sum(worker.is_alive() for worker in self._workers)
 
     def close(self) -> None:
-        """End the workers and wait for them."""
         # torch's iterator ends its workers when it is dropped, but the traceback of an error may still hold it.
         shut_down = getattr(self._batches, "_shutdown_workers", None)
         if shut_down is not None:

@@ -361,7 +361,6 @@ class _Sources(NamedTuple):
     held_out: list[ImageFile]
 
     def without(self, damaged: Collection[int]) -> Self:
-        """The same without the images at these positions."""
         files = [file for i, file in enumerate(self.files) if i not in damaged]
         held_out = [file for i, file in enumerate(self.held_out, len(self.files)) if i not in damaged]
         return self._replace(files=files, held_out=held_out)

@@ -318,7 +318,6 @@ class RemoteRank:
         return self.channel.silent_beats > 1
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
-        """Give the rank a command."""
         self._life, self._heard = self._life._replace(silent_seconds=0.0), time.monotonic()
         self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
 
@@ -346,7 +345,6 @@ class RemoteRank:
         return self._life._replace(silent_seconds=self._life.silent_seconds + time.monotonic() - self._heard)
 
     def ending(self) -> Ending | None:
-        """How the rank ended; None of one that lives, or left in order."""
         self.hear()
         return self._ending
 
@@ -465,7 +463,6 @@ class _Held:
         return {"life": life, "said": said, "report": self.rank.report, "watched": watched}
 
     def end(self) -> None:
-        """Kill the rank and remove what it wrote."""
         self.rank.kill()
         self.rank.close()
         self._folder.remove()

@@ -131,7 +131,6 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
 
 
 def source_of(file: str) -> Source:
-    """A file as it is now."""
     return Source(file, _hash(file))
 
 

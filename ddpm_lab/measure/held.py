@@ -120,7 +120,6 @@ class Held:
 
     @property
     def compile_seconds(self) -> list[float]:
-        """What each compile from empty caches took."""
         return [r.stages["compile"] for r in self.completed("cold", compile_cache="cold") if "compile" in r.stages]
 
     def cold_compiles(self, run_id: str) -> int:

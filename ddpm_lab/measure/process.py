@@ -322,7 +322,6 @@ class GroupFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder and what lies in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -516,7 +515,6 @@ class LocalRank:
         return self._process.is_alive() or (start_ticks(self.pid) == self._started and _runs(self.pid))
 
     def life(self) -> Life:
-        """The rank's last sign of life."""
         now = time.monotonic()
         stopped = _stat(self.pid)[:1] in (["T"], ["t"])  # by a signal, or by a debugger
         self._stopped_since = (self._stopped_since or now) if stopped else None
@@ -535,7 +533,6 @@ class LocalRank:
         return Ending("crashed", how, self.log(), False, time.monotonic())
 
     def log(self) -> str:
-        """The end of what the rank printed."""
         with contextlib.suppress(OSError):
             return self._file("log").read_text(errors="replace")[-LOG_CHARACTERS:]
         return ""

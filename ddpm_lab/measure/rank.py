@@ -117,7 +117,6 @@ class Rank:
         return dist.FileStore(str(self.job.folder / "rendezvous"), ranks)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
@@ -192,7 +191,6 @@ class Rank:
         return held
 
     def witness(self) -> dict[str, Any]:
-        """Read back what runs."""
         self.beat.mark("witness")
         if compiled := sys.modules.get("torch._inductor.async_compile"):
             compiled.shutdown_compile_workers()  # which would be awake in the windows of others
@@ -231,7 +229,6 @@ class Rank:
         return None
 
     def loaded(self) -> dict[str, Any]:
-        """Say what was loaded from outside of libraries."""
         return loaded()._asdict()
 
     def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -278,7 +275,6 @@ class Rank:
         return found
 
     def finish(self) -> dict[str, Any]:
-        """Stop the workload and sum up."""
         self.beat.mark("finish")
         seen = self.workload.witness()
         self.workload.close()

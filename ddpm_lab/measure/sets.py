@@ -81,7 +81,6 @@ class Seat:
 
     @property
     def alive(self) -> Group:
-        """The running group."""
         assert self.group is not None, "the seat has no running group"
         return self.group
 
@@ -97,7 +96,6 @@ class Seat:
         return max((w["device_used_bytes"] / w["device_total_bytes"] for w in on_gpus), default=0.0)
 
     def say(self, text: str) -> None:
-        """Show what the member is at."""
         self.instrument.progress(f"{self.member.label}: {text}")
 
     def _add(self, stage: str, seconds: float) -> None:
@@ -267,7 +265,6 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group."""
         if self.group:
             self.group.kill()
             self.group = None

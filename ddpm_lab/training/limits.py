@@ -95,7 +95,6 @@ class Repeated(Untrained):
         self.steps = 0
 
     def step(self, batch: None) -> float:
-        """Do the work once."""
         del batch
         self.context.mark(self.mark)
         self.once()
@@ -103,7 +102,6 @@ class Repeated(Untrained):
         return 0.0
 
     def witness(self) -> dict[str, Any]:
-        """What one step does."""
         return {"images": self.steps * self.config.rank_batch_size, **self.does}
 
 

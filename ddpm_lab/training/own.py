@@ -96,7 +96,6 @@ class OwnFeed:
             self._indices.update(next(self._drawn)[1].tobytes())
 
     def witness(self) -> dict[str, Any]:
-        """What the data is, and what was used of it."""
         seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
         if isinstance(self.loader, Loader):
             workers, ready = self.loader.live_workers(), self.loader.prefetch_batches
@@ -105,7 +104,6 @@ class OwnFeed:
         return seen
 
     def close(self) -> None:
-        """Stop the loader workers."""
         if isinstance(self.loader, Loader):
             self.loader.close()
 
@@ -151,7 +149,6 @@ class OwnTraining(Step):
             )
 
     def loss(self, batch: Any, part: slice) -> Tensor:
-        """The user's loss of a batch."""
         del part  # how a batch of the user's could be divided is not known
         assert self.made.loss
         batch = self._moved(batch)
@@ -165,7 +162,6 @@ class OwnTraining(Step):
         return loss
 
     def step(self, batch: Any) -> Tensor:
-        """One optimizer step; returns this rank's loss."""
         if self.made.step is None:
             return super().step(batch)
         self.data.note(batch)

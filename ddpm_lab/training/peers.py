@@ -163,7 +163,6 @@ class Peer(Step):
             return self.loss_of(self.model, images)
 
     def update(self) -> None:
-        """Move the project's average of the weights."""
         self.context.mark("ema")
         self.average()
 

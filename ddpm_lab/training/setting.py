@@ -150,7 +150,6 @@ class Setup:
     formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # number and memory format by other trainer
 
     def config(self, **settings: Any) -> RunConfig:
-        """A configuration of this set-up."""
         common = {
             "network": self.network,
             "device": self.device,
@@ -401,7 +400,6 @@ def check_brought(name: str, given: Mapping[str, Any]) -> None:
 
 
 def with_own(setup: Setup, own: Own) -> Setup:
-    """The set-up of a training of the user's."""
     samples = dict(own.options).get("samples")
     told = "data of its own" if samples is None else f"{samples:,} samples"
     images = dataclasses.replace(setup.images, sha256=own.sha256, name=told)

@@ -111,7 +111,6 @@ class Trainer(Step):
             average.copy_(average * decay + weight * (1 - decay))
 
     def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run."""
         seen = {**super().witness(), **network_seen(self.network), "adam": adam_seen(self.optimizer)}
         seen["weights_device"] = str(self.parameters[0].device)
         if self.steps:
