@@ -15,7 +15,7 @@ from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
 from ddpm_lab.cli.options import Options, Parser
 from ddpm_lab.output import Unread, prepare_streams, printable, say
-from ddpm_lab.training.stopping import Stop, Stopped, signal_name
+from ddpm_lab.training.stopping import Stop, Stopped
 
 ABOUT = "Which settings train a diffusion model fastest here, and do they cost quality?"
 GROUPS = {
@@ -92,7 +92,7 @@ def _run(words: Sequence[str]) -> int:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
         said = "stopped; every complete set is in the ledger, the same command goes on"
         if "hint" in options:
-            said = f"{signal_name(number)}, {options.hint()}"
+            said = f"{signal.Signals(number).name}, {options.hint()}"
         say("", f"ddpm-lab: {said}", error=True)
         return 128 + number
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from ddpm_lab.output import say
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run
-from ddpm_lab.training.stopping import Stop, signal_name
+from ddpm_lab.training.stopping import Stop
 
 TRAINED_BY = {
     "network": "seed on a GPU, tiny on a CPU",
@@ -88,7 +89,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]
     progress.done(", ".join([f"step {outcome.step:,} of {max(outcome.step, schedule.steps):,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
-        where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
+        where = f"{signal.Signals(stop.number).name}, saved after step {outcome.step:,}"
         say(f"{where}: the same command goes on from there", error=True)
         return 128 + stop.number
     summary.tell([summary.of_training(config, folder, watch.state.get("gpu_utilisation_percent"))])

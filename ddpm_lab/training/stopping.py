@@ -75,8 +75,3 @@ def without_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def signal_name(number: int) -> str:
-    """As in SIGNALS."""
-    return signal.Signals(number).name
