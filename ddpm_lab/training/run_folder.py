@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypedDict
+from typing import Annotated, Any, Required, TextIO, TypedDict
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
@@ -111,12 +111,9 @@ def _text(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-class _Step(TypedDict):
-    step: int
-    loss: float
-
-
-class _Row(_Step, total=False):
+class _Row(TypedDict, total=False):
+    step: Required[int]
+    loss: Required[float]
     images_per_second: Annotated[float, Opt(above=0)]
     held_out_loss: float
 
