@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from PIL import Image
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
-from ddpm_lab.measure.alone import MOST_IMAGES, trial_work
+from ddpm_lab.measure.alone import MOST_IMAGES, train_once
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.sets import Instrument, Member, measure_alone
-from ddpm_lab.plan import Plan, Trial
+from ddpm_lab.plan import Plan
 from ddpm_lab.questions import trained
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
@@ -70,14 +71,13 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
         options=(("images", 16), ("draws", 10)),
     )
     fid = plan_fid(inception, MOST_IMAGES, None)
-    trial = Trial(family="trials", label="fp32", baseline=config, config=config, draw=True, fid=fid)
     record = measure_alone(
         replace(instrument, code=code_version(), limits=replace(instrument.limits, build_seconds=180)),
         experiment="quality",
         family="trials",
         plan=Plan(),
         member=Member("quality", "fp32", config),
-        work=trial_work(trial),
+        work=partial(train_once, draw=True, fid=fid),
     )
     assert record.status == "ok", record.reason
     found = trained.fid_of([record])

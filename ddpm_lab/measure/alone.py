@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.plan import USUAL_TURNS, Family, Fid, Trial
+from ddpm_lab.plan import USUAL_TURNS, Family, Fid
 from ddpm_lab.record import LASTING, RunRecord
 
 BUDGET_SECONDS = 6.0  # rounds beyond the first are taken while both kinds of window together stay below this
@@ -76,11 +75,6 @@ def take_budget(seat: Seat) -> dict[str, Any]:
         "state": watch.state | memory_held(ranks),
         "ranks": ranks,
     }
-
-
-def trial_work(trial: Trial) -> Work:
-    """What a trial's group does."""
-    return partial(train_once, draw=trial.draw, fid=trial.fid)
 
 
 def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ddpm_lab.measure.alone import (
     profile_alone,
     run_wrong_ways,
     search_ended,
-    trial_work,
+    train_once,
 )
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
@@ -181,7 +181,8 @@ class Campaign:
             progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
             progress.expect(seconds if left is None else min(left, seconds))
             member = Member("quality", trial.label, trial.config)
-            self._alone(trial.family, member, trial_work(trial), baseline_id=trial.baseline.run_id)
+            work = partial(train_once, draw=trial.draw, fid=trial.fid)
+            self._alone(trial.family, member, work, baseline_id=trial.baseline.run_id)
             del to_come[0]
         for group in dict.fromkeys((t.family, t.label) for t in wanted):
             trials = [t for t in wanted if (t.family, t.label) == group]
@@ -212,7 +213,9 @@ class Campaign:
         while True:
             now = time.monotonic()
             if not (needed and primary):
-                families = self._without_time(families, (latest if needed else end) - now, fewest=int(needed))
+                families, no_time = self.lacks.fit(families, (latest if needed else end) - now, fewest=int(needed))
+                for family, (label, config) in no_time:
+                    self._note(family.name, label, config, family.baseline, NO_TIME)
             if (job := self.lacks.next(families)) is None:
                 return
             family, candidates = job
@@ -235,13 +238,6 @@ class Campaign:
             progress.always(f"{family.name}: starting")
             disturbed[family.name] += self._measure_when_quiet(family, candidates, progress)
             measured += 1
-
-    def _without_time(self, families: Sequence[Family], seconds: float, *, fewest: int) -> list[Family]:
-        """The families without the candidates whose least sets do not fit into ``seconds``, which are noted."""
-        fitting, left_out = self.lacks.fit(families, seconds, fewest)
-        for family, (label, config) in left_out:
-            self._note(family.name, label, config, family.baseline, NO_TIME)
-        return fitting
 
     def _measure_when_quiet(self, family: Family, candidates: Sequence[Row], progress: Progress) -> bool:
         """Measure one set, and say what failed in it; returns whether it was disturbed and does not count."""

@@ -65,8 +65,14 @@ class Shortfall:
 
     @cached_property
     def scatter(self) -> tuple[float, float]:
-        """Standard deviations of turns within a set and of sets on this machine."""
-        return scatter(self._ledger, self._machine_key)
+        """Standard deviations of turns in a set and of sets, from the twins of this machine's latest quiet sets."""
+        heads = [h for h in self._ledger.heads()[0] if h.machine.key == self._machine_key]
+        sets: dict[str, Members] = defaultdict(dict)
+        for r in load([h for h in heads if h.role in ("baseline", TWIN)][-RECENT_RECORDS:])[0]:
+            if r.windows:
+                sets[r.set_id][r.role] = r
+        pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
+        return variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])
 
     def progress_of(self, family: Family, config: RunConfig) -> tuple[int, int]:
         """Sets of a comparison that count, and of these those that no answer shown so far rested on."""
@@ -211,17 +217,6 @@ class Shortfall:
 def _members(family: Family) -> Sequence[Row]:
     """The candidates; of a family without any the baseline, which is compared with its twin."""
     return family.candidates or ((family.baseline_label, family.baseline),)
-
-
-def scatter(ledger: Ledger, machine_key: str) -> tuple[float, float]:
-    """Standard deviations of turns within a set and of sets on a machine, from the twins of its latest quiet sets."""
-    heads = [h for h in ledger.heads()[0] if h.machine.key == machine_key and h.role in ("baseline", TWIN)]
-    sets: dict[str, Members] = defaultdict(dict)
-    for r in load(heads[-RECENT_RECORDS:])[0]:
-        if r.windows:
-            sets[r.set_id][r.role] = r
-    pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
-    return variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])
 
 
 def variances(twins: Sequence[Sequence[float]]) -> tuple[float, float]:
