@@ -17,7 +17,8 @@ from ddpm_lab.measure.command import HOOK, CommandGroup
 from ddpm_lab.measure.group import GroupFailed, Limits
 
 TRAIN = """
-import os, sys, time
+import importlib.util, os, sys, time
+importlib.util.find_spec("torch")  # as libraries ask whether it is installed
 import torch
 
 torch.manual_seed(0)

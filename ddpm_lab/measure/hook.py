@@ -201,18 +201,16 @@ def connect() -> Any:
     return link
 
 
-def attach(optimizers: Any) -> None:
+def attach(torch: Any) -> None:
     """Be called after every optimizer step from here on."""
-    turns = Turns(sys.modules["torch"])
-    optimizers.register_optimizer_step_post_hook(turns.after)
-    Late("torch.amp.grad_scaler", lambda module: _count_skipped(module, turns))
-    Late("torch.cuda.amp.grad_scaler", lambda module: _count_skipped(module, turns))  # where it was before torch 2.3
-    Late("torch.amp.autocast_mode", lambda module: _see_autocast(module, turns))
+    turns = Turns(torch)
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(turns.after)
+    _count_skipped(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), turns)  # the first from torch 2.3 on
+    _see_autocast(torch.amp.autocast_mode.autocast, turns)
 
 
-def _count_skipped(module: Any, turns: Turns) -> None:
+def _count_skipped(scaler: Any, turns: Turns) -> None:
     """Count a step that a gradient scaler skips as the step that it is: all but the optimizer's part was done."""
-    scaler = module.GradScaler
     step = vars(scaler).get("_maybe_opt_step")
     if step is None:
         return
@@ -228,42 +226,35 @@ def _count_skipped(module: Any, turns: Turns) -> None:
     scaler._maybe_opt_step = maybe_opt_step
 
 
-def _see_autocast(module: Any, turns: Turns) -> None:
+def _see_autocast(autocast: Any, turns: Turns) -> None:
     """Note the number formats of autocast until the first step has ended."""
-    enter = module.autocast.__enter__
+    enter = autocast.__enter__
 
     def noting(self: Any) -> Any:
         if turns.link is None and getattr(self, "_enabled", False):
             turns.autocast.add(str(getattr(self, "fast_dtype", "unknown")).replace("torch.", ""))
         return enter(self)
 
-    module.autocast.__enter__ = noting
+    autocast.__enter__ = noting
 
 
-class Late:
-    """Calls ``then`` with a module as soon as it has been imported, or now if it has been."""
-
-    def __init__(self, name: str, then: Any) -> None:
-        self.name, self.then = name, then
-        if name in sys.modules:
-            then(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, self)
+class Torch:
+    """Finds torch as Python would, and attaches to it as soon as it has been imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Find the module as Python would, and have its loader tell."""
-        if name != self.name:
+        """Called by Python for each module that is imported, and by whoever asks whether there is one."""
+        if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         loader = spec.loader if spec else None
         if loader is None:
             return spec
-        run, then = loader.exec_module, self.then
+        run = loader.exec_module
 
         def exec_module(module: Any) -> None:
             run(module)
-            then(module)
+            sys.meta_path.remove(self)
+            attach(module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -280,5 +271,5 @@ def chain() -> None:
 
 
 if FOLDER:
-    Late("torch.optim.optimizer", attach)
+    sys.meta_path.insert(0, Torch())
     chain()
