@@ -3,10 +3,10 @@
 Pixels of n images are uint8 (n, 3 S S): each row is an image in the order S, S, 3, as it is stored.
 """
 
+import ctypes
 import itertools
 import os
-import threading
-import time
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from ddpm_lab.data.packed import PackedImages
 from ddpm_lab.workload import Unsupported
 
 PREFETCH_FACTOR = 2
-ORPHAN_CHECK_SECONDS = 1.0
+PR_SET_PDEATHSIG = 1
 MIRROR_SHARE = 0.25
 """A resident set is also kept mirrored where both together take at most this part of the free memory."""
 MIRRORED_BYTES = 512 * 2**20
@@ -161,8 +161,8 @@ def dataset_loader(
 ) -> Loader:
     """Load the samples that each entry of ``batches`` lists, in ``workers`` processes (0: in this one).
 
-    The workers start at once and live until ``close``; each has at most two batches under way. A worker whose training
-    process dies ends within about a second.
+    The workers start at once and live until ``close``; each has at most two batches under way. A worker ends with its
+    training process.
     """
     loader = DataLoader(
         dataset,
@@ -183,14 +183,10 @@ def dataset_loader(
 
 
 def _exit_with_parent(parent: int, _worker: int) -> None:
-    """End this worker soon after its training process; torch looks every 5 s, and only while it waits for work."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(ORPHAN_CHECK_SECONDS)
+    """End this worker with its training process; torch looks every 5 s, and only while it waits for work."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
         os._exit(1)
-
-    threading.Thread(target=watch, name="orphan watch", daemon=True).start()
 
 
 def open_loader(
