@@ -48,7 +48,7 @@ def make_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 def batch(images: npt.NDArray[np.uint8]) -> bytes:
     data = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(len(images), -1)
-    return pickle.dumps({b"batch_label": b"x", b"labels": [0] * len(images), b"data": data}, protocol=2)
+    return pickle.dumps({b"batch_label": b"x", b"labels": [0] * len(images), b"data": data}, protocol=4)
 
 
 def python2_batch(images: npt.NDArray[np.uint8]) -> bytes:
@@ -185,7 +185,7 @@ def test_a_pickle_runs_nothing_and_holds_whole_rows_of_bytes(tmp_path: Path) -> 
     refused(make_tar(source, {"data_batch_1": memo}), tmp_path / "out", "fill the memory")
     fortran = np.asfortranarray(np.zeros((2, 3072), np.uint8))
     for value in (np.zeros((2, 3071), np.uint8), np.zeros((2, 3072), np.float32), fortran, None):
-        make_tar(source, {"data_batch_1": pickle.dumps({b"data": value}, protocol=2)})
+        make_tar(source, {"data_batch_1": pickle.dumps({b"data": value}, protocol=4)})
         refused(source, tmp_path / "out", "damaged or incomplete")
 
 

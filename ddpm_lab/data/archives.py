@@ -224,19 +224,10 @@ class _Array:
         return np.frombuffer(content, np.uint8)
 
 
-def _latin1_bytes(text: object, encoding: object = None) -> bytes:
-    """Stand-in for ``_codecs.encode``, by which protocol 2 spells bytes."""
-    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise pickle.UnpicklingError("an encoding other than latin1")
-    return text.encode("latin1")
-
-
 class _ArraysOnly(pickle.Unpickler):
     """Reads dictionaries, lists, numbers, text, bytes and arrays; a name of anything else is refused, not imported."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return _latin1_bytes
         if f"{module}.{name}" in _OF_ARRAYS:
             return _Array
         raise RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")
