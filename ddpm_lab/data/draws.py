@@ -39,14 +39,11 @@ class EpochStream:
 
     def __init__(self, train_indices: npt.NDArray[np.int64], seed: int, *, flip: bool = True) -> None:
         self.train_indices = np.asarray(train_indices, dtype=np.int64)
+        self.epoch_size = len(self.train_indices)
         self._seed = seed
         self._flip = flip
         self._flip_key = np.random.SeedSequence([seed, _FLIP]).generate_state(1, np.uint64)[0]
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
-
-    @property
-    def epoch_size(self) -> int:
-        return len(self.train_indices)
 
     def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # Sorting raw 64-bit output: numpy guarantees that stream for ever, and not that of Generator.permutation.

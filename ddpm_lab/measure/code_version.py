@@ -155,10 +155,7 @@ def _hash(file: str) -> str:
     return ""
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    """Which installed distributions provide a module; reading it takes longer than all the rest."""
-    return importlib.metadata.packages_distributions()
+_distributions = cache(importlib.metadata.packages_distributions)  # reading it takes longer than all the rest
 
 
 @cache

@@ -77,7 +77,11 @@ class Turns:
     def _greet(self) -> None:
         self.cuda = self.torch.cuda.is_available() and self.torch.cuda.is_initialized()
         self._synchronize()
-        self.link = connect()
+        self.link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.link.connect(str(Path(FOLDER, "turns")))
+        except OSError:  # nobody is there any more
+            os._exit(1)
         self.lines = self.link.makefile()
         rank, world_size = self._place()
         self._say({"pid": os.getpid(), "rank": rank, "world_size": world_size})
@@ -189,16 +193,6 @@ def resident_bytes(kind: str) -> int:
     """Memory of this process by its name in the kernel's table."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(sizes[kind].split()[0])
-
-
-def connect() -> Any:
-    """A socket to whoever measures."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        link.connect(str(Path(FOLDER, "turns")))
-    except OSError:  # nobody is there any more
-        os._exit(1)
-    return link
 
 
 def attach(torch: Any) -> None:

@@ -80,20 +80,16 @@ def tree_seconds(pids: Iterable[int]) -> float:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             head = psutil.Process(pid)
-            used += sum(map(_used_seconds, (head, *head.children(recursive=True))))
+            for member in (head, *head.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    # User and system, its own and of its children that have ended: they were no strangers either.
+                    used += sum(member.cpu_times()[:4])
     return used
 
 
 def difference(before: float | None, after: float | None) -> float | None:
     """``after - before``, or None where one of them is unknown."""
     return None if before is None or after is None else after - before
-
-
-def _used_seconds(member: psutil.Process) -> float:
-    """CPU seconds of a process; children that have ended count with whoever collected them: they were no strangers."""
-    with contextlib.suppress(psutil.Error):
-        return sum(member.cpu_times()[:4])  # user and system, its own and of its children
-    return 0.0
 
 
 def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
