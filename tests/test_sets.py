@@ -63,7 +63,6 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
