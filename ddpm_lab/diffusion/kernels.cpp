@@ -647,54 +647,22 @@ void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top,
 
 }  // namespace
 
-#define NORMS(NAME, T)                                                                                                \
-  extern "C" void group_forward_##NAME(const void* x, const float* gain, const float* bias, const float* before,      \
-                                       const float* scale_shift, const void* residual, void* y, float* mean,          \
-                                       float* rstd, int64_t N, int64_t P, int64_t C, int64_t G, float eps, int silu,  \
-                                       int threads) {                                                                 \
-    (silu ? group_forward<T, true> : group_forward<T, false>)(                                                        \
-        static_cast<const T*>(x), gain, bias, before, scale_shift, static_cast<const T*>(residual),                   \
-        static_cast<T*>(y), mean, rstd, N, P, C, G, eps, threads);                                                    \
-  }                                                                                                                   \
-  extern "C" void group_backward_##NAME(const void* dy, const void* x, const float* gain, const float* bias,          \
-                                        const float* scale_shift, const float* mean, const float* rstd, void* dx,     \
-                                        float* d_gain, float* d_bias, float* d_before, float* d_scale_shift,          \
-                                        int64_t N, int64_t P, int64_t C, int64_t G, int silu, int threads) {          \
-    (silu ? group_backward<T, true> : group_backward<T, false>)(                                                      \
-        static_cast<const T*>(dy), static_cast<const T*>(x), gain, bias, scale_shift, mean, rstd,                     \
-        static_cast<T*>(dx), d_gain, d_bias, d_before, d_scale_shift, N, P, C, G, threads);                           \
-  }                                                                                                                   \
-  extern "C" void layer_forward_##NAME(const void* x, const float* gain, const float* bias, const void* residual,     \
-                                       void* y, float* mean, float* rstd, int64_t rows, int64_t C, float eps,         \
-                                       int threads) {                                                                 \
-    layer_forward<T>(static_cast<const T*>(x), gain, bias, static_cast<const T*>(residual), static_cast<T*>(y), mean, \
-                     rstd, rows, C, eps, threads);                                                                    \
-  }                                                                                                                   \
-  extern "C" void layer_backward_##NAME(const void* dy, const void* x, const float* gain, const float* mean,          \
-                                        const float* rstd, void* dx, float* d_gain, float* d_bias, int64_t rows,      \
-                                        int64_t C, int threads) {                                                     \
-    layer_backward<T>(static_cast<const T*>(dy), static_cast<const T*>(x), gain, mean, rstd, static_cast<T*>(dx),     \
-                      d_gain, d_bias, rows, C, threads);                                                              \
-  }
-
-#define ATTENTION(NAME, T)                                                                                            \
-  extern "C" void attention_forward_##NAME(const void* qkv, void* out, float* top, float* sum, float* contexts,       \
-                                           float* levels, int64_t N, int64_t L, int64_t H, int threads) {             \
-    attention<T, HEAD>(static_cast<const T*>(qkv), static_cast<T*>(out), top, sum, contexts, levels, N, L, H,         \
-                       threads);                                                                                      \
-  }                                                                                                                   \
-  extern "C" void attention_backward_##NAME(const void* dout, const void* qkv, void* d_qkv, const float* top,         \
-                                            const float* sum, const float* contexts, const float* levels, int64_t N,  \
-                                            int64_t L, int64_t H, int threads) {                                      \
-    attention_backward<T, HEAD>(static_cast<const T*>(dout), static_cast<const T*>(qkv), static_cast<T*>(d_qkv), top, \
-                                sum, contexts, levels, N, L, H, threads);                                             \
-  }
-
 constexpr int HEAD = 32;  // width of a head
-ATTENTION(float32, float)
-ATTENTION(bfloat16, bfloat16)
-NORMS(float32, float)
-NORMS(bfloat16, bfloat16)
+
+// What Python calls, by number format: the addresses of functions.
+#define KERNELS(NAME, T)                                          \
+  auto* group_forward_##NAME = &group_forward<T, false>;          \
+  auto* group_forward_silu_##NAME = &group_forward<T, true>;      \
+  auto* group_backward_##NAME = &group_backward<T, false>;        \
+  auto* group_backward_silu_##NAME = &group_backward<T, true>;    \
+  auto* layer_forward_##NAME = &layer_forward<T>;                 \
+  auto* layer_backward_##NAME = &layer_backward<T>;               \
+  auto* attention_forward_##NAME = &attention<T, HEAD>;           \
+  auto* attention_backward_##NAME = &attention_backward<T, HEAD>;
+extern "C" {
+KERNELS(float32, float)
+KERNELS(bfloat16, bfloat16)
+}
 
 // The gradient of a convolution's weights, for processors that multiply pairs of bfloat16 (AVX512_BF16). All images are
 // channels-last. d_weights[s][r][c][l] is the sum over the pixels (y, x) of a small image of
@@ -861,14 +829,11 @@ void gradients(const Images& large, const Images& small, Taps taps, int64_t begi
     }
 }
 
-}  // namespace
-
 // d_weights (parts, S, taps, taps, L) and d_sums (parts, S), the sums of the small images, still to be summed over
 // parts; L and S are multiples of 32.
-extern "C" void weights_gradient(const Number* large, const Number* small, float* d_weights, float* d_sums, int64_t N,
-                                 int64_t large_height, int64_t large_width, int64_t L, int64_t small_height,
-                                 int64_t small_width, int64_t S, int64_t taps, int64_t stride, int64_t padding,
-                                 int64_t parts, int threads) {
+void weights_gradient(const Number* large, const Number* small, float* d_weights, float* d_sums, int64_t N,
+                      int64_t large_height, int64_t large_width, int64_t L, int64_t small_height, int64_t small_width,
+                      int64_t S, int64_t taps, int64_t stride, int64_t padding, int64_t parts, int threads) {
   const int64_t tiles = S / TILE, shares = std::min<int64_t>(tiles, (threads + parts - 1) / parts);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t task = 0; task < parts * shares; ++task) {
@@ -879,9 +844,11 @@ extern "C" void weights_gradient(const Number* large, const Number* small, float
               d_weights + (part * S + first) * taps * taps * L, d_sums + part * S + first);
   }
 }
+
+}  // namespace
 }  // namespace convolution
 
-extern "C" int multiplies_pairs() { return 1; }
-#else
-extern "C" int multiplies_pairs() { return 0; }
+extern "C" {
+auto* weights_gradient = &convolution::weights_gradient;
+}
 #endif

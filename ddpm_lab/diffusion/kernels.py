@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -62,8 +63,11 @@ def _compiled(x: Tensor, part: str) -> bool:
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or made now. Raises Unsupported without a C++ compiler that serves."""
+def library() -> dict[str, Callable[..., None]]:
+    """The compiled kernels by name, from the cache or made now. Raises Unsupported without a C++ compiler that serves.
+
+    ``weights_gradient`` is only among them where the processor multiplies pairs of bfloat16 (AVX512_BF16).
+    """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
@@ -86,19 +90,18 @@ def library() -> ctypes.CDLL:
         ) from None
     pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     arguments: dict[str, list[Any]] = {
-        "group_forward": [pointer] * 9 + [whole] * 4 + [single, count, count],
-        "group_backward": [pointer] * 12 + [whole] * 4 + [count, count],
+        **dict.fromkeys(("group_forward", "group_forward_silu"), [pointer] * 9 + [whole] * 4 + [single, count]),
+        **dict.fromkeys(("group_backward", "group_backward_silu"), [pointer] * 12 + [whole] * 4 + [count]),
         "layer_forward": [pointer] * 7 + [whole] * 2 + [single, count],
         "layer_backward": [pointer] * 8 + [whole] * 2 + [count],
         "attention_forward": [pointer] * 6 + [whole] * 3 + [count],
         "attention_backward": [pointer] * 7 + [whole] * 3 + [count],
     }
     taken = {f"{name}_{dtype}": kinds for name, kinds in arguments.items() for dtype in NAMES.values()}
-    if loaded.multiplies_pairs():
+    if hasattr(loaded, "weights_gradient"):
         taken["weights_gradient"] = [pointer] * 4 + [whole] * 11 + [count]
-    for name, kinds in taken.items():
-        getattr(loaded, name).argtypes, getattr(loaded, name).restype = kinds, None
-    return loaded
+    addresses = {name: ctypes.c_void_p.in_dll(loaded, name).value for name in taken}
+    return {name: ctypes.CFUNCTYPE(None, *kinds)(addresses[name]) for name, kinds in taken.items()}
 
 
 def _folder() -> Path:
@@ -128,7 +131,7 @@ def _compile(compiler: list[str], path: Path) -> None:
 def _call(name: str, *given: Tensor | float | None) -> None:
     """Call a kernel with the addresses of tensors, with numbers, and with the number of threads."""
     addresses = (x.data_ptr() if isinstance(x, Tensor) else x for x in given)
-    getattr(library(), name)(*addresses, torch.get_num_threads())
+    library()[name](*addresses, torch.get_num_threads())
 
 
 def _flat(image: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,7 +161,7 @@ class _GroupNorm(torch.autograd.Function):
         mean, rstd = x.new_empty((2, n, c), dtype=torch.float32)
         sizes = (n, height * width, c, groups)
         tensors = x, gain, bias, added, factors, more, y, mean, rstd
-        _call(f"group_forward_{NAMES[x.dtype]}", *tensors, *sizes, eps, silu)
+        _call(f"group_forward{'_silu' * silu}_{NAMES[x.dtype]}", *tensors, *sizes, eps)
         ctx.save_for_backward(x, gain, bias, factors, mean, rstd)
         ctx.sizes, ctx.silu = sizes, silu
         ctx.dtypes = [None if v is None else v.dtype for v in (before, scale_shift, residual)]
@@ -176,7 +179,7 @@ class _GroupNorm(torch.autograd.Function):
         d_before = None if of_before is None else torch.empty_like(d_gain)
         d_factors = None if factors is None else torch.empty_like(factors)
         tensors = dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_before, d_factors
-        _call(f"group_backward_{NAMES[x.dtype]}", *tensors, *ctx.sizes, ctx.silu)
+        _call(f"group_backward{'_silu' * ctx.silu}_{NAMES[x.dtype]}", *tensors, *ctx.sizes)
         extras = (d_before, of_before), (d_factors, of_factors), (dy, of_residual)
         of_extras = (None if dtype is None or d is None else d.to(dtype) for d, dtype in extras)
         return dx, d_gain.sum(0), d_bias.sum(0), *of_extras, None, None, None
@@ -378,4 +381,4 @@ class Convolution(nn.Conv2d):
 def _in_bfloat16(x: Tensor) -> bool:
     """Whether x is computed with in bfloat16 on a CPU that the kernel is for."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return x.device.type == "cpu" and x.dtype != torch.float64 and autocast and bool(library().multiplies_pairs())
+    return x.device.type == "cpu" and x.dtype != torch.float64 and autocast and "weights_gradient" in library()
