@@ -27,10 +27,10 @@ class UNetConfig:
 
     ``blocks`` are the residual blocks of a level on the way down. ``patch`` folds squares of pixels into channels
     before the stem and unfolds them after the head, so that all work is done on ``patch ** 2`` times fewer positions.
-    ``attention_levels`` belongs to the ddpm family; the seed family has attention at every level, with ``heads`` heads
-    of ``head_width`` channels. ``middle_attention_axis`` says over what the seed family's middle attention normalises
-    queries and keys: each vector over its "channels", which is cosine similarity, or each channel over all "positions",
-    the slip of the published code, kept for exact comparison.
+    ``attention_levels`` belongs to the ddpm family, which attends at level 1, 16x16 when images are 32x32; the seed
+    family has attention at every level, with ``heads`` heads of ``head_width`` channels. ``middle_attention_axis`` says
+    over what the seed family's middle attention normalises queries and keys: each vector over its "channels", which is
+    cosine similarity, or each channel over all "positions", the slip of the published code, kept for exact comparison.
     """
 
     family: str  # seed, ddpm
@@ -54,11 +54,6 @@ class UNetConfig:
     def epsilon(self) -> float:
         """What group norms add to the variance."""
         return 1e-5 if self.family == "seed" else 1e-6
-
-    @property
-    def image_size_multiple(self) -> int:
-        """Images must have sides divisible by this, since every level but the last halves them; at least 4."""
-        return max(4, self.patch << (len(self.multipliers) - 1))
 
 
 def zero(layer: nn.Module) -> None:

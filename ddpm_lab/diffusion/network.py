@@ -38,12 +38,7 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     choice("options.attention", attention := config.option("attention", ""), ("", *ATTENTION))
     for each in ATTENTION if attention else ():
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
-    lab = build_network(
-        config.network,
-        image_size=config.image_size,
-        fused=config.kernels == "fused",
-        attention_axis=config.attention_axis,
-    )
+    lab = build_network(config.network, fused=config.kernels == "fused", attention_axis=config.attention_axis)
     network = (reference(lab) if config.implementation == "plain" else lab).to(device)
     return network.to(memory_format=torch.channels_last) if config.channels_last else network
 

@@ -47,8 +47,8 @@ NETWORKS = {
 class UNet(nn.Module):
     """A U-Net over images (N, 3, H, W) and timesteps (N,) that returns (N, 3, H, W), built from ``config``.
 
-    H and W are multiples of ``config.image_size_multiple``. The encoder remembers the output of every stage (in the
-    ddpm family of the stem and of every downsampling too) and each stage of the decoder takes back the latest one.
+    H and W are multiples of what the configuration asks of a network. The encoder remembers the output of every stage
+    (in the ddpm family of the stem and of every downsampling too) and each stage of the decoder takes back the latest.
     """
 
     def __init__(self, config: UNetConfig) -> None:
@@ -173,27 +173,9 @@ def _upsampled(c: UNetConfig, inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Identity(), UpsampledConv2d(c, inputs, outputs)]
 
 
-def build_network(name: str, *, image_size: int = 32, fused: bool = False, attention_axis: str = "channels") -> UNet:
-    """The network called ``name``, freshly initialised from torch's global generator, for square images.
-
-    The parameters do not depend on ``image_size`` (pixels a side), which is only checked: attention_levels count
-    levels, so the ddpm network attends at 16x16 when images are 32x32. Raises ValueError for an unknown name or a
-    size that the network cannot halve often enough. ``fused`` and ``attention_axis`` are as in UNetConfig.
-    """
-    return UNet(replace(_config(name, image_size), fused=fused, middle_attention_axis=attention_axis))
-
-
-def _config(name: str, image_size: int) -> UNetConfig:
-    if name not in NETWORKS:
-        raise ValueError(f"network is {name!r}: choose one of {', '.join(NETWORKS)}")
-    config = NETWORKS[name]
-    multiple = config.image_size_multiple
-    if image_size < multiple or image_size % multiple:
-        raise ValueError(
-            f"image_size is {image_size}: the {name} network has {len(config.multipliers)} levels and needs a multiple "
-            f"of {multiple}"
-        )
-    return config
+def build_network(name: str, *, fused: bool = False, attention_axis: str = "channels") -> UNet:
+    """The network called ``name``, freshly initialised from torch's global generator; the others as in UNetConfig."""
+    return UNet(replace(NETWORKS[name], fused=fused, middle_attention_axis=attention_axis))
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -202,9 +184,9 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def count_flops(name: str, *, image_size: int = 32) -> tuple[int, int]:
-    """FLOP per image, forward and with backward: twice the multiply-adds. Raises ValueError as ``build_network``."""
+    """FLOP per image, forward and with backward: twice the multiply-adds."""
     with torch.device("meta"):
-        network = UNet(_config(name, image_size))
+        network = build_network(name)
         images, t = torch.empty(1, 3, image_size, image_size), torch.empty(1)
     with FlopCounterMode(display=False) as counter:
         output = network(images, t)

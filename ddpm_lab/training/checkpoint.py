@@ -64,7 +64,7 @@ class Checkpoint:
 def empty_network(config: RunConfig) -> UNet:
     """The lab's own network of a configuration without memory for its weights: names and shapes."""
     with torch.device("meta"):
-        return build_network(config.network, image_size=config.image_size, attention_axis=config.attention_axis)
+        return build_network(config.network, attention_axis=config.attention_axis)
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:

@@ -128,7 +128,7 @@ class WrongWays(Trainer):
     def counted(self) -> dict[str, Any]:
         """The parameters of a network, without its weights."""
         with torch.device("meta"):
-            return {"network": COUNTED, "parameters": count_parameters(build_network(COUNTED, image_size=32))}
+            return {"network": COUNTED, "parameters": count_parameters(build_network(COUNTED))}
 
     def witness(self) -> dict[str, Any]:
         """What runs. Its images are of steps that no command of the rank has asked for, so that they prove nothing."""
