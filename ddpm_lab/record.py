@@ -8,7 +8,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -550,6 +551,14 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
     full = [turn for turn, windows in turns.items() if statistics.fmean(excess for excess, _ in windows) >= 0]
     whole = sum(seconds.values()) + to_come * min(seconds.values(), default=0.0)
     return sum(seconds[turn] for turn in full) > CROWDED_SHARE * whole
+
+
+def crowded_sets(records: Iterable[RunRecord]) -> set[str]:
+    """Ids of the sets that do not count."""
+    sets: dict[str, list[RunRecord]] = defaultdict(list)
+    for r in records:
+        sets[r.set_id].append(r)
+    return {set_id for set_id, members in sets.items() if set_id and crowded(members)}
 
 
 def _excess(record: RunRecord, window: Window) -> float:

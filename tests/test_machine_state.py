@@ -15,7 +15,7 @@ from ddpm_lab.explain.answer import ENERGY
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import RunRecord, crowded_sets
 
 DISTURBED = "Disturbed sets, which do not count"
 
@@ -116,7 +116,7 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     assert ms.warnings(with_others(quiet, 1.3))[0].startswith("2 of 2 sets ")
     study = make.study(make.with_state(ranks(crowded=[(2, 3), (2, 4)])))
     assert rows(study)[DISTURBED] == "1 of 6"
-    (lost,) = ms.disturbed_sets(study)
+    (lost,) = crowded_sets(study.records)
     assert {m.turn for m in ms.moments(study) if m.record.set_id == lost} == {13, 14, 15, 16, 17, 18}, "over all sets"
     assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
 

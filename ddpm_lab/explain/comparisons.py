@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.quality import Equivalence
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.plan import LOST, scaling
-from ddpm_lab.record import TWIN, RunRecord, crowded, moment, seconds_by_turn, set_log_ratio
+from ddpm_lab.record import TWIN, RunRecord, crowded_sets, moment, seconds_by_turn, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -314,22 +314,19 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
 def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
     """One family, in the order the configurations first appear: baseline, twin, candidates, notes; without verdicts."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
-    sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
         # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
         key = (r.role, r.label if r.role == "note" else r.run_id)
         groups.setdefault(key, []).append(r)
-        if r.windows:
-            sets[r.set_id].append(r)
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
-    quiet = {set_id for set_id, members in sets.items() if not crowded(members)}
+    disturbed = crowded_sets(records)
 
     def usable(r: RunRecord) -> bool:
-        return r.status == "ok" and bool(r.windows) and not r.mechanism_only and r.set_id in quiet
+        return r.status == "ok" and bool(r.windows) and not r.mechanism_only and r.set_id not in disturbed
 
     by_role = {role: {r.set_id: r for r in records if r.role == role and usable(r)} for role in ("baseline", TWIN)}
     base = next((g[-1] for (role, _), g in ordered if role == "baseline"), None)
-    found = [_compare(group, by_role, base, quiet, resolution) for _, group in ordered]
+    found = [_compare(group, by_role, base, disturbed, resolution) for _, group in ordered]
     twin = next((c.ratio for c in found if c.role == TWIN), stats.Interval(value=1.0))
     return [replace(c, noise=stats.Interval(value=twin.value, low=twin.low, high=twin.high)) for c in found]
 
@@ -338,13 +335,13 @@ def _compare(
     group: Sequence[RunRecord],
     by_role: Mapping[str, Mapping[str, RunRecord]],
     base: RunRecord | None,
-    quiet: Collection[str],
+    disturbed: set[str],
     resolution: float,
 ) -> Comparison:
     last, mechanism_only = group[-1], any(r.mechanism_only for r in group)
     ok, failed = ([r for r in group if (r.status == "ok") == good] for good in (True, False))
     measured = [] if mechanism_only else [r for r in ok if r.windows]
-    speed = [r for r in measured if r.set_id in quiet]
+    speed = [r for r in measured if r.set_id not in disturbed]
     logs = [] if last.role == "baseline" else [(r.set_id, _log_ratio(r, by_role)) for r in speed]
     logs = [(set_id, log) for set_id, log in logs if math.isfinite(log)]
     ratio = stats.estimate([log for _, log in logs])
@@ -368,7 +365,7 @@ def _compare(
         status="ok" if ok else last.status,
         reason=(failed[-1].reason if failed else last.reason) or "",
         failed_sets=len({r.set_id for r in failed}),
-        disturbed_sets=len({r.set_id for r in measured} - set(quiet)),
+        disturbed_sets=len({r.set_id for r in measured} & disturbed),
         mechanism_only=mechanism_only,
         turns=max((r.plan.turns or len(r.windows) for r in measured), default=0),
         ratio=ratio,

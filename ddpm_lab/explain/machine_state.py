@@ -12,7 +12,7 @@ from ddpm_lab.explain.comparisons import peak, repeats_itself
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, crowded
+from ddpm_lab.record import RunRecord, crowded_sets
 
 NOT_AVAILABLE = "not available"
 _REASONS = {
@@ -75,19 +75,10 @@ def unknown(study: Study) -> str:
     return ""
 
 
-def disturbed_sets(study: Study) -> set[str]:
-    """Return the ids of sets that do not count because other processes used their cores."""
-    sets = defaultdict(list)
-    for r in study.records:
-        if r.windows and r.set_id:
-            sets[r.set_id].append(r)
-    return {set_id for set_id, members in sets.items() if crowded(members)}
-
-
 def warnings(study: Study) -> tuple[str, ...]:
     """Return sentences on disturbed sets, a machine that does not repeat itself, and unused cores."""
     told = []
-    if disturbed := len(disturbed_sets(study)):
+    if disturbed := len(crowded_sets(study.records)):
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
         verbs = ("was", "does") if disturbed == 1 else ("were", "do")
         told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
@@ -142,7 +133,7 @@ def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
         ("Memory of the machine in use", "ram_used_bytes", lambda v: f"at most {phrases.memory(max(v))}{of}"),
     ]
     sets = {m.record.set_id for m in found if m.record.windows}
-    lost = ("Disturbed sets, which do not count", f"{len(disturbed_sets(study) & sets)} of {len(sets)}")
+    lost = ("Disturbed sets, which do not count", f"{len(crowded_sets(study.records) & sets)} of {len(sets)}")
     return [*_said(found, rows), *([lost] if sets else [])]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import crowded
+from ddpm_lab.record import crowded_sets
 
 DASH = "\N{EN DASH}"
 
@@ -166,11 +166,9 @@ def context(study: Study, *, batch: bool = True) -> str:
         parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
     parts += [_values(r.data_name for r in shown if r.data_name), study.date]
     if measured := [r for r in shown if r.role == "baseline" and r.windows]:
-        members = defaultdict(list)
-        for r in shown:
-            members[r.set_id].append(r)
         # Sets that others disturbed are in no ratio; where there are no others, their speed is all that is shown.
-        measured = [r for r in measured if not crowded(members[r.set_id])] or measured
+        lost = crowded_sets(shown)
+        measured = [r for r in measured if r.set_id not in lost] or measured
         sets = Counter((r.experiment, r.family, r.baseline_id) for r in measured).values()
         turns = {len(r.windows) for r in measured}
         ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
