@@ -100,7 +100,7 @@ def library() -> dict[str, Callable[..., None]]:
     taken = {f"{name}_{dtype}": kinds for name, kinds in arguments.items() for dtype in NAMES.values()}
     if hasattr(loaded, "weights_gradient"):
         taken["weights_gradient"] = [pointer] * 4 + [whole] * 11 + [count]
-    addresses = {name: ctypes.c_void_p.in_dll(loaded, name).value for name in taken}
+    addresses = {name: ctypes.c_size_t.in_dll(loaded, name).value for name in taken}
     return {name: ctypes.CFUNCTYPE(None, *kinds)(addresses[name]) for name, kinds in taken.items()}
 
 
