@@ -178,7 +178,6 @@ class Space:
 
     @property
     def start(self) -> Cell:
-        """The baseline."""
         return (0,) * len(self.settings)
 
     @cached_property
@@ -194,7 +193,6 @@ class Space:
         return {cell: config for config, cell in found.items()}
 
     def values(self, cell: Cell) -> list[Value]:
-        """Return the values of a cell, one for each setting."""
         return [values[i] for values, i in zip(self.settings.values(), cell, strict=True)]
 
     def changed(self, cell: Cell, since: Cell | None = None) -> str:
@@ -210,7 +208,6 @@ class Space:
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
-        """Return what ``as_dict`` gave, with its baseline."""
         return cls(
             baseline=baseline,
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},

@@ -75,7 +75,6 @@ class Machine:
 
     @cached_property
     def key(self) -> str:
-        """Twelve hexadecimal digits."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -166,16 +165,16 @@ class RankRecord:
     indices_sha256: str
 
 
-class Held(TypedDict):
-    """A look at the held-out loss of a trial."""
+# What is read of the parts of a record, which may hold anything besides: looks at a trial, witnesses of ranks, profiles
+# with their time budget, wrong ways to measure, gradient checks.
 
+
+class Held(TypedDict):
     images: Count
     loss: Finite
 
 
 class Work(TypedDict, total=False):
-    """What a step does in operators of one kind."""
-
     flop: Amount
     elements: Required[Amount]
 
@@ -254,14 +253,10 @@ class Budget(TypedDict, total=False):
 
 
 class Fresh(TypedDict):
-    """The first steps of a process."""
-
     step_seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
 
 
 class Timed(TypedDict):
-    """What a wrong way to measure read."""
-
     steps: Positive
     seconds: Positive
 
@@ -282,20 +277,14 @@ class Phased(Timed, total=False):
 
 
 class Runs(TypedDict):
-    """Many short runs."""
-
     seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
 
 
 class Counted(TypedDict):
-    """The size of a network."""
-
     parameters: Count
 
 
 class Ways(TypedDict, total=False):
-    """What is read of wrong ways to measure."""
-
     fresh: Fresh
     bars: Timed
     runs: Runs
@@ -311,8 +300,6 @@ class Ways(TypedDict, total=False):
 
 
 class Profile(TypedDict, total=False):
-    """What is read of a profile."""
-
     steps: Count
     operators: tuple[Operator, ...]
     traces: tuple[str, ...]
@@ -321,8 +308,6 @@ class Profile(TypedDict, total=False):
 
 
 class Layer(TypedDict):
-    """The layer whose gradient was off by most."""
-
     name: str
     error: Amount
 
@@ -340,14 +325,10 @@ class CheckedStep(TypedDict):
 
 
 class Worst(TypedDict):
-    """The worst of all steps."""
-
     nonfinite: Count
 
 
 class Gradients(TypedDict, total=False):
-    """What a gradient check found."""
-
     precision: Required[Annotated[str, Opt(choices=("fp32", "tf32", "bf16", "fp16"))]]
     hook: Annotated[str, Opt(choices=("none", "bf16", "fp16"))]
     loss: Required[str]
@@ -375,7 +356,7 @@ class Samples(TypedDict):
 
 
 class Parts(TypedDict, total=False):
-    """What is read of witness, quality and look, which may hold anything besides."""
+    """Of witness, quality and look."""
 
     gradients: Gradients | None
     samples: Samples | None
@@ -441,7 +422,6 @@ class RunRecord:
 
     @property
     def run_id(self) -> str:
-        """Run id of the configuration."""
         return self.config.run_id
 
     @property
@@ -451,7 +431,6 @@ class RunRecord:
 
     @property
     def machine(self) -> Machine:
-        """Where it was measured."""
         return self.environment.machine
 
     @property
@@ -460,7 +439,6 @@ class RunRecord:
         return self.environment.date
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
         return {**dataclasses.asdict(self), "config": self.config.as_dict(), "run_id": self.run_id}
 
     @classmethod

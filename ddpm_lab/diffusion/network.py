@@ -118,7 +118,6 @@ class Inference:
             self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
 
     def witness(self) -> dict[str, Any]:
-        """How the network ran, read back from it."""
         return {
             "precision": self.precision.seen(),
             "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",

@@ -183,7 +183,6 @@ class Sampling(Untrained):
         return self.x.mean()
 
     def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run."""
         seen = self.evaluate.witness()
         if not self.steps:
             del seen["kernels"]

@@ -57,7 +57,6 @@ def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractCont
 
 
 def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Adam:
-    """Adam as the configuration says it is computed."""
     return torch.optim.Adam(
         parameters,
         lr=config.learning_rate,
@@ -200,7 +199,6 @@ class Feed:
         self.indices.update(batch.indices.tobytes())
 
     def witness(self) -> dict[str, Any]:
-        """Data, loader, and the images used so far."""
         return {
             "data_sha256": self.packed.manifest.content_hash,
             "loader": self.loader.kind,
@@ -212,7 +210,6 @@ class Feed:
         }
 
     def close(self) -> None:
-        """Stop the loader workers."""
         self.loader.close()
 
 
@@ -222,11 +219,9 @@ class Fed:
     data: Any
 
     def batches(self) -> Iterator[Any]:
-        """Endless batches of this rank's share."""
         return iter(self.data.loader)
 
     def close(self) -> None:
-        """Stop the loader workers."""
         self.data.close()
 
 
@@ -237,12 +232,10 @@ class LoaderAlone(Fed):
         self.data = data
 
     def step(self, batch: Any) -> float:
-        """Nothing is trained: the loss is 0."""
         self.data.note(batch)
         return 0.0
 
     def witness(self) -> dict[str, Any]:
-        """What was loaded."""
         return dict(self.data.witness())
 
 
@@ -250,16 +243,13 @@ class Untrained:
     """A workload that has no data, starts nothing, and trains nothing."""
 
     def batches(self) -> Iterator[Any]:
-        """There are no data."""
         return itertools.repeat(None)
 
     def step(self, batch: Any) -> Any:
-        """Nothing is trained."""
         del batch
         return 0.0
 
     def witness(self) -> dict[str, Any]:
-        """Nothing is trained."""
         return {"images": 0}
 
     def close(self) -> None:
@@ -382,7 +372,6 @@ class Step(Fed, ABC):
         return found.hexdigest()[:16]
 
     def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run."""
         seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
         seen |= self.data.witness()
         if self.context.world_size > 1:

@@ -179,7 +179,6 @@ def build_network(name: str, *, fused: bool = False, attention_axis: str = "chan
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Weights of ``module``, of which each is a number."""
     return sum(p.numel() for p in module.parameters())
 
 

@@ -41,7 +41,6 @@ class Bands:
         return f"{self.whose}'s" if self.whose in DOCUMENTS else self.whose
 
     def name(self, efficiency: float) -> str:
-        """Name an efficiency."""
         return next((name for name, bound in self.table if round(efficiency, 2) >= bound), self.table[-1][0])
 
     def verdict(self, low: float, high: float, nodes: int = 1) -> str:

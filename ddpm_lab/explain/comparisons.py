@@ -81,18 +81,15 @@ class Comparison:
 
     @property
     def efficiency(self) -> stats.Interval:
-        """The ratio divided by the ratio of the numbers of ranks."""
         gain = self.config.world_size / self.baseline.world_size
         return stats.Interval(value=self.ratio.value / gain, low=self.ratio.low / gain, high=self.ratio.high / gain)
 
     @property
     def resolved(self) -> bool:
-        """Whether a difference was found: faster, or slower."""
         return self.verdict in (stats.FASTER, stats.SLOWER)
 
     @property
     def answered(self) -> bool:
-        """Whether the comparison has an answer: faster, slower, or the same."""
         return self.verdict in stats.ANSWERS
 
     @property
@@ -112,7 +109,6 @@ class Comparison:
 
     @property
     def quality(self) -> str:
-        """The verdict on quality in a few words."""
         return quality.sentence(self.equivalence)
 
     @property
@@ -129,17 +125,14 @@ class Comparison:
 
     @property
     def projected_seconds(self) -> float:
-        """Seconds of 50,000 images, a projection from the throughput."""
         return PROJECTED_IMAGES / self.images_per_second
 
     @property
     def loader_alone(self) -> bool:
-        """Whether the loader was measured without training."""
         return self.config.workload in (LOADER_ALONE, OWN_LOADER)
 
     @property
     def scaling(self) -> str | None:
-        """Which scaling a family of multi_gpu shows: strong or weak; None if it asks something else."""
         return scaling(self.family)
 
 

@@ -317,7 +317,6 @@ def _than(difference: str) -> str:
 
 
 def evidence_of(row: Comparison) -> str:
-    """Return ratio, interval, sets and noise floor in one line."""
     if not row.ratio.exists:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"

@@ -72,7 +72,6 @@ class Page:
 
     @property
     def headline(self) -> str:
-        """The computed sentence that answers the question, short enough for a title."""
         return str(self.finding.get("headline", ""))
 
     @property

@@ -19,7 +19,6 @@ DASH = "\N{EN DASH}"
 
 
 def status(word: str) -> str:
-    """Return a status in plain words."""
     return "out of memory" if word == "oom" else word
 
 

@@ -49,7 +49,6 @@ class Study:
 
     @property
     def hardware(self) -> str:
-        """Name of the machine; empty where nothing is recorded."""
         return self.records[-1].machine.name if self.records else ""
 
     @property

@@ -32,17 +32,14 @@ class Interval:
 
     @property
     def exists(self) -> bool:
-        """Whether there is an interval."""
         return not math.isnan(self.low)
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The lower and the upper end."""
         return self.low, self.high
 
     @property
     def inverse(self) -> Self:
-        """The interval of 1 / value."""
         return replace(self, value=1 / self.value, low=1 / self.high, high=1 / self.low)
 
     @property
@@ -135,7 +132,6 @@ def steadied(variance: float, df: float, spread: Spread | None) -> tuple[float, 
 
 
 def t_quantile(df: float, probability: float = (1 + LEVEL) / 2) -> float:
-    """Return the quantile of Student's t with ``df`` degrees of freedom."""
     from scipy import special
 
     return float(special.stdtrit(df, probability))

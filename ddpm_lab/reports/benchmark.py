@@ -223,7 +223,6 @@ def dashboard(study: Study) -> Figure:
 def _bars(
     ax: Axes, found: Sequence[Comparison], colours: dict[str, str], value: Callable[[Comparison], Interval]
 ) -> None:
-    """A bar for each number of devices at each batch, with the interval of its value where it has one."""
     batches, on = list(dict.fromkeys(map(_name, found))), [multi_gpu.layout(r.config) for r in found]
     sizes = [size for size in colours if size in on]
     width = 0.8 / max(1, len(sizes))
