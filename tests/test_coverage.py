@@ -118,7 +118,7 @@ def test_stopping_by_the_width_covers_the_truth(machine: str, others: int) -> No
     found = []
     for _ in range(1500):
         spread, logs, count = stats.spread_of(world.others(others, 8)), world.question(80)[0], 0
-        while (to_come := stats.sets_to_come(logs[:count], 0.06, spread)) and count < len(logs):
+        while (to_come := stats.sets_to_come(logs[:count], 0.06)) and count < len(logs):
             # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
             count = min(len(logs), count + max(1, to_come // 2))
         found.append(stats.estimate(logs[:count], spread))

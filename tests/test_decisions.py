@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy import special
 
 from ddpm_lab.explain import stats
-from ddpm_lab.explain.stats import Spread
 
 ROUND = np.array([0.01, -0.01, 0.012, -0.012, 0.008, -0.008, 0.01, -0.01])
 
@@ -87,12 +86,10 @@ def test_at_different_looks_none_is_called_by_a_call_that_was_not_made() -> None
 
 def test_sets_that_resolve_an_effect_are_the_fewest_that_do() -> None:
     logs = np.random.default_rng(5).normal(0, 0.03, 12)
-    for spread, added in ((None, 0.0), (Spread(variance=4e-4, df=4.0), 4.0)):
-        needed = stats.sets_to_resolve(logs, 0.05, spread)
-        deviation = math.sqrt(stats.steadied(float(logs.var(ddof=1)), 11, spread)[0])
-        assert needed is not None
-        halves = [special.stdtrit(n - 1 + added, 0.975) * deviation / math.sqrt(n) for n in (needed - 1, needed)]
-        assert stats.resolves(float(halves[1])) <= 0.05 < stats.resolves(float(halves[0]))
+    needed = stats.sets_to_resolve(logs, 0.05)
+    assert needed is not None
+    halves = [special.stdtrit(n - 1, 0.975) * logs.std(ddof=1) / math.sqrt(n) for n in (needed - 1, needed)]
+    assert math.exp(2 * halves[1]) <= 1.05 < math.exp(2 * halves[0])
     found = [stats.sets_to_resolve(values, most=50) for values in ([0.1], [0.1] * 6, [-9.0, 9.0])]
     assert found == [None, stats.LEAST_SETS, None]
 

@@ -315,36 +315,30 @@ def resolvable(spread: float, sets: int) -> float:
     return resolves(t_quantile(sets - 1) * spread / math.sqrt(sets))
 
 
-def sets_to_resolve(
-    log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: Spread | None = None, most: int = 10_000
-) -> int | None:
-    """Return the number of sets that resolve ``effect`` at the scatter so far: see ``resolves``.
+def sets_to_resolve(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, most: int = 10_000) -> int | None:
+    """Return the smallest number of sets that resolve ``effect`` at the scatter so far: see ``resolvable``.
 
-    The smallest n >= 4 with t(0.975, n - 1 + d0) s / sqrt(n) <= ln(1 + effect) / 2, d0 and s those of ``estimate``.
-    None if fewer than two sets tell the spread, or if more than ``most`` sets would be needed.
+    None if fewer than two sets tell the scatter, or if more than ``most`` sets would be needed.
     """
-    now = estimate(log_ratios, spread)
+    now = estimate(log_ratios)
     if now.sets < 2:
         return None
-    deviation, added = now.standard_error * math.sqrt(now.sets), now.df - (now.sets - 1)
-
-    def narrow(n: int) -> bool:
-        return t_quantile(n - 1 + added) * deviation / math.sqrt(n) <= math.log1p(effect) / 2
-
-    # The half-width falls with the number of sets, so the first that is narrow enough is found by halving.
-    found = LEAST_SETS + bisect_left(range(LEAST_SETS, most + 1), True, key=narrow)
+    deviation = now.standard_error * math.sqrt(now.sets)
+    # What is resolved falls with the number of sets, so the first that is small enough is found by halving.
+    sets = range(LEAST_SETS, most + 1)
+    found = LEAST_SETS + bisect_left(sets, True, key=lambda n: resolvable(deviation, n) <= effect)
     return found if found <= most else None
 
 
-def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: Spread | None = None) -> int:
+def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION) -> int:
     """Return how many more sets a comparison needs to resolve ``effect``: the width decides, never the ratio.
 
     0 as soon as the interval is narrow enough, after LEAST_TO_STOP sets or more.
     """
-    now = estimate(log_ratios, spread)
+    now = estimate(log_ratios)
     if now.sets >= LEAST_TO_STOP and resolves(now.half_width) <= effect:
         return 0
-    needed = sets_to_resolve(log_ratios, effect, spread) or LEAST_TO_STOP
+    needed = sets_to_resolve(log_ratios, effect) or LEAST_TO_STOP
     return max(1, LEAST_TO_STOP - now.sets, needed - now.sets)
 
 
