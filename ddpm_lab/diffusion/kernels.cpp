@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #ifdef __AVX512F__
@@ -16,14 +17,6 @@
 namespace {
 
 struct bfloat16 { uint16_t bits; };
-
-inline float load(const float* p) { return *p; }
-inline float load(const bfloat16* p) {
-  uint32_t u = static_cast<uint32_t>(p->bits) << 16;
-  float v;
-  std::memcpy(&v, &u, 4);
-  return v;
-}
 
 // One register of numbers. Of wider vectors the compiler keeps every step in memory, and compares lane by lane.
 #if defined(__AVX512F__)
@@ -95,11 +88,6 @@ inline void exponentials(Lanes (&x)[V]) {
   EACH(V) x[i] = x[i] * (Lanes)((bits[i] << 23) + 0x3f800000);
 #endif
 }
-inline Lanes exponential(Lanes x) {
-  Lanes one[1] = {x};
-  exponentials(one);
-  return one[0];
-}
 template <int V>
 inline void sigmoids(const Lanes (&z)[V], Lanes (&out)[V]) {
   EACH(V) out[i] = -z[i];
@@ -130,58 +118,28 @@ inline float joined(Lanes v, F&& join) {
 inline float sum_lanes(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }
 inline float max_lanes(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a > b ? a : b; }); }
 
-// Channels are taken in runs: vectors abreast, whose sums stay in registers over all pixels, then one vector, then what
-// is left of one. f gets the run and its first channel.
-template <int V, bool ALL>
-struct Run {
-  static constexpr int vectors = V;
-  int left;  // of the last vector, unless it is ALL there
-  template <typename T>
-  Lanes take(const T* p) const {
-    if (ALL) return load_lanes(p);
-    T some[WIDTH] = {};
-    std::memcpy(some, p, sizeof(T) * left);
-    return load_lanes(some);
-  }
-  Lanes present(Lanes v) const {  // zero beyond the last
-    if (!ALL)
-      for (int i = left; i < WIDTH; ++i) v[i] = 0.0f;
-    return v;
-  }
-  template <typename T>
-  void give(T* p, Lanes v) const {
-    if (ALL) return store_lanes(p, v);
-    T some[WIDTH];
-    store_lanes(some, v);
-    std::memcpy(p, some, sizeof(T) * left);
-  }
-};
-template <typename F>
-inline void single(int64_t c, int64_t C, F&& f) {
-  for (; c + WIDTH <= C; c += WIDTH) f(Run<1, true>{}, c);
-  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
-}
+// Channels, of which there is a multiple of WIDTH, are taken in runs: vectors abreast, whose sums stay in registers over
+// all pixels, then one vector at a time. f gets the number of vectors, as a type, and the first channel.
 template <typename F>
 inline void runs(int64_t C, F&& f) {
   int64_t c = 0;
-  for (; c + ABREAST * WIDTH <= C; c += ABREAST * WIDTH) f(Run<ABREAST, true>{}, c);
-  single(c, C, f);
+  for (; c + ABREAST * WIDTH <= C; c += ABREAST * WIDTH) f(std::integral_constant<int, ABREAST>{}, c);
+  for (; c < C; c += WIDTH) f(std::integral_constant<int, 1>{}, c);
 }
-inline int64_t padded(int64_t C) { return (C + WIDTH - 1) / WIDTH * WIDTH; }
 
 // Mean and 1 / standard deviation of each channel's group, of x + before, which is (C). Every channel is summed relative
 // to its first pixel, and the channels are joined as in Chan et al. 1979, so that a large mean costs no digits.
 template <typename T>
 void moments(const T* x, const float* before, int64_t P, int64_t C, int64_t G, float eps, float* mean, float* rstd,
              float* room) {
-  float *of_channel = room, *squares = room + padded(C);
-  runs(C, [&](auto run, int64_t c) {
-    constexpr int V = decltype(run)::vectors;
+  float *of_channel = room, *squares = room + C;
+  runs(C, [&](auto vectors, int64_t c) {
+    constexpr int V = decltype(vectors)::value;
     Lanes first[V], s1[V] = {}, s2[V] = {};
-    for (int i = 0; i < V; ++i) first[i] = run.take(x + c + WIDTH * i);
+    for (int i = 0; i < V; ++i) first[i] = load_lanes(x + c + WIDTH * i);
     for (int64_t p = 1; p < P; ++p)
       for (int i = 0; i < V; ++i) {
-        const Lanes v = run.take(x + p * C + c + WIDTH * i) - first[i];
+        const Lanes v = load_lanes(x + p * C + c + WIDTH * i) - first[i];
         s1[i] += v;
         s2[i] += v * v;
       }
@@ -212,8 +170,8 @@ void group_forward(const T* x, const float* gain, const float* bias, const float
                    float eps, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> room(4 * padded(C));
-    float *a = room.data() + 2 * padded(C), *b = a + padded(C);
+    std::vector<float> room(4 * C);
+    float *a = room.data() + 2 * C, *b = a + C;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < N; ++n) {
       const T* in = x + n * P * C;
@@ -227,20 +185,20 @@ void group_forward(const T* x, const float* gain, const float* bias, const float
         a[c] = r[c] * gain[c] * s;
         b[c] = bias[c] * s + t - m[c] * a[c];
       }
-      runs(C, [&](auto run, int64_t c) {
-        constexpr int V = decltype(run)::vectors;
+      runs(C, [&](auto vectors, int64_t c) {
+        constexpr int V = decltype(vectors)::value;
         Lanes slope[V], offset[V];
         for (int i = 0; i < V; ++i) { slope[i] = lanes(a + c + WIDTH * i); offset[i] = lanes(b + c + WIDTH * i); }
         for (int64_t p = 0; p < P; ++p) {
           const int64_t at = p * C + c;
           Lanes z[V], g[V];
-          EACH(V) z[i] = run.take(in + at + WIDTH * i) * slope[i] + offset[i];
+          EACH(V) z[i] = load_lanes(in + at + WIDTH * i) * slope[i] + offset[i];
           if (SILU) {
             sigmoids(z, g);
             EACH(V) z[i] *= g[i];
           }
-          if (more) EACH(V) z[i] += run.take(more + at + WIDTH * i);
-          EACH(V) run.give(out + at + WIDTH * i, z[i]);
+          if (more) EACH(V) z[i] += load_lanes(more + at + WIDTH * i);
+          EACH(V) store_lanes(out + at + WIDTH * i, z[i]);
         }
       });
     }
@@ -255,10 +213,10 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
                     float* d_scale_shift, int64_t N, int64_t P, int64_t C, int64_t G, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t D = C / G, W = padded(C);
-    std::vector<float> held(P * W), room(8 * W);
-    float *dz = held.data(), *a = room.data(), *b = a + W, *k = b + W, *s0 = k + W, *s1 = s0 + W, *u = s1 + W,
-          *w = u + W, *sum = w + W;
+    const int64_t D = C / G;
+    std::vector<float> held(P * C), room(8 * C);
+    float *dz = held.data(), *a = room.data(), *b = a + C, *k = b + C, *s0 = k + C, *s1 = s0 + C, *u = s1 + C,
+          *w = u + C, *sum = w + C;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < N; ++n) {
       const T *in = x + n * P * C, *grad = dy + n * P * C;
@@ -271,26 +229,26 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         a[c] = r[c] * k[c];
         b[c] = bias[c] * s + t - m[c] * a[c];
       }
-      runs(C, [&](auto run, int64_t c) {
-        constexpr int V = decltype(run)::vectors;
+      runs(C, [&](auto vectors, int64_t c) {
+        constexpr int V = decltype(vectors)::value;
         Lanes slope[V], offset[V], middle[V], plain[V] = {}, along[V] = {};
         for (int i = 0; i < V; ++i) {
           slope[i] = lanes(a + c + WIDTH * i);
           offset[i] = lanes(b + c + WIDTH * i);
-          middle[i] = run.take(m + c + WIDTH * i);
+          middle[i] = load_lanes(m + c + WIDTH * i);
         }
         for (int64_t p = 0; p < P; ++p) {
           const int64_t at = p * C + c;
           Lanes d[V], v[V], z[V], g[V];
-          EACH(V) v[i] = run.take(in + at + WIDTH * i);
-          EACH(V) d[i] = run.take(grad + at + WIDTH * i);
+          EACH(V) v[i] = load_lanes(in + at + WIDTH * i);
+          EACH(V) d[i] = load_lanes(grad + at + WIDTH * i);
           if (SILU) {
             EACH(V) z[i] = v[i] * slope[i] + offset[i];
             sigmoids(z, g);
             EACH(V) z[i] = z[i] * (1.0f - g[i]) + 1.0f;
             EACH(V) d[i] *= g[i] * z[i];
           }
-          EACH(V) lanes(dz + p * W + c + WIDTH * i) = d[i];
+          EACH(V) lanes(dz + p * C + c + WIDTH * i) = d[i];
           EACH(V) plain[i] += d[i];
           EACH(V) along[i] += d[i] * (v[i] - middle[i]);
         }
@@ -307,8 +265,8 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
           u[c] = r[c] * plain - w[c] * m[c];
         }
       }
-      runs(C, [&](auto run, int64_t c) {
-        constexpr int V = decltype(run)::vectors;
+      runs(C, [&](auto vectors, int64_t c) {
+        constexpr int V = decltype(vectors)::value;
         Lanes slope[V], offset[V], share[V], sums[V] = {};
         for (int i = 0; i < V; ++i) {
           slope[i] = lanes(a + c + WIDTH * i);
@@ -318,9 +276,9 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         for (int64_t p = 0; p < P; ++p)
           for (int i = 0; i < V; ++i) {
             const int64_t at = c + WIDTH * i;
-            const Lanes d = lanes(dz + p * W + at) * slope[i] - offset[i] - run.take(in + p * C + at) * share[i];
+            const Lanes d = lanes(dz + p * C + at) * slope[i] - offset[i] - load_lanes(in + p * C + at) * share[i];
             sums[i] += d;
-            run.give(out + p * C + at, d);
+            store_lanes(out + p * C + at, d);
           }
         for (int i = 0; i < V; ++i) lanes(sum + c + WIDTH * i) = sums[i];
       });
@@ -347,20 +305,20 @@ void layer_forward(const T* x, const float* gain, const float* bias, const T* re
     const T* in = x + i * C;
     T* out = y + i * C;
     Lanes sums = {}, squares = {};
-    single(0, C, [&](auto run, int64_t c) { sums += run.take(in + c); });
+    for (int64_t c = 0; c < C; c += WIDTH) sums += load_lanes(in + c);
     const float m = sum_lanes(sums) / C;
-    single(0, C, [&](auto run, int64_t c) {
-      const Lanes d = run.present(run.take(in + c) - m);
+    for (int64_t c = 0; c < C; c += WIDTH) {
+      const Lanes d = load_lanes(in + c) - m;
       squares += d * d;
-    });
+    }
     const float r = 1.0f / std::sqrt(sum_lanes(squares) / C + eps);
     mean[i] = m;
     rstd[i] = r;
-    single(0, C, [&](auto run, int64_t c) {
-      Lanes z = (run.take(in + c) - m) * r * run.take(gain + c) + run.take(bias + c);
-      if (residual) z += run.take(residual + i * C + c);
-      run.give(out + c, z);
-    });
+    for (int64_t c = 0; c < C; c += WIDTH) {
+      Lanes z = (load_lanes(in + c) - m) * r * lanes(gain + c) + lanes(bias + c);
+      if (residual) z += load_lanes(residual + i * C + c);
+      store_lanes(out + c, z);
+    }
   }
 }
 
@@ -370,25 +328,25 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
                     float* d_gain, float* d_bias, int64_t rows, int64_t C, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int part = 0; part < threads; ++part) {
-    std::vector<float> room(2 * padded(C));
-    float *dg = room.data(), *db = dg + padded(C);
+    std::vector<float> room(2 * C);
+    float *dg = room.data(), *db = dg + C;
     for (int64_t i = rows * part / threads; i < rows * (part + 1) / threads; ++i) {
       const T *in = x + i * C, *grad = dy + i * C;
       T* out = dx + i * C;
       const float m = mean[i], r = rstd[i];
       Lanes sums = {}, products = {};
-      single(0, C, [&](auto run, int64_t c) {
-        const Lanes d = run.take(grad + c), h = (run.take(in + c) - m) * r, along = d * run.take(gain + c);
+      for (int64_t c = 0; c < C; c += WIDTH) {
+        const Lanes d = load_lanes(grad + c), h = (load_lanes(in + c) - m) * r, along = d * lanes(gain + c);
         lanes(dg + c) += d * h;
         lanes(db + c) += d;
         sums += along;
         products += along * h;
-      });
+      }
       const float plain = sum_lanes(sums) / C, along = sum_lanes(products) / C;
-      single(0, C, [&](auto run, int64_t c) {
-        const Lanes h = (run.take(in + c) - m) * r;
-        run.give(out + c, r * (run.take(grad + c) * run.take(gain + c) - plain - h * along));
-      });
+      for (int64_t c = 0; c < C; c += WIDTH) {
+        const Lanes h = (load_lanes(in + c) - m) * r;
+        store_lanes(out + c, r * (load_lanes(grad + c) * lanes(gain + c) - plain - h * along));
+      }
     }
     std::copy(dg, dg + C, d_gain + part * C);
     std::copy(db, db + C, d_bias + part * C);
@@ -397,22 +355,18 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
 
 // Tokens are taken TILE at a time, so that what is computed of them stays in the first cache, and all heads of a tile
 // before the next one: a token's heads lie side by side, and a head alone would use two cache lines of every twelve.
-constexpr int TILE = 32;
-template <int D>
-using Tile = float[TILE][D];
-template <int D>
-using Square = float[D][D];
+constexpr int TILE = 32, HEAD = 32;  // tokens of a tile, and the width of a head
+using Tile = float[TILE][HEAD];
+using Square = float[HEAD][HEAD];
 
 // Zeros for the rows beyond the last token.
-template <int D>
-inline void clear(Tile<D>& tile, int count) {
-  if (count < TILE) std::memset(tile[count], 0, sizeof(float) * D * (TILE - count));
+inline void clear(Tile& tile, int count) {
+  if (count < TILE) std::memset(tile[count], 0, sizeof(float) * HEAD * (TILE - count));
 }
 
 // exp of all rows of a tile.
-template <int D>
-inline void exponentials(Tile<D>& tile) {
-  for (float* at = tile[0]; at < tile[0] + TILE * D; at += ABREAST * WIDTH) {
+inline void exponentials(Tile& tile) {
+  for (float* at = tile[0]; at < tile[0] + TILE * HEAD; at += ABREAST * WIDTH) {
     Lanes x[ABREAST];
     EACH(ABREAST) x[i] = lanes(at + WIDTH * i);
     exponentials(x);
@@ -421,9 +375,9 @@ inline void exponentials(Tile<D>& tile) {
 }
 
 // out = m1 m2 with SUMS vectors of sums in registers at a time, of K terms each; first(i, k) is an element of m1.
-template <int D, int K, bool ADD, typename F>
-inline void product(int height, F&& first, const float (*m2)[D], float (*out)[D]) {
-  constexpr int V = D / WIDTH, R = std::min(8, std::max(1, SUMS / V));
+template <int K, bool ADD, typename F>
+inline void product(int height, F&& first, const float (*m2)[HEAD], float (*out)[HEAD]) {
+  constexpr int V = HEAD / WIDTH, R = std::min(8, std::max(1, SUMS / V));
   for (int i = 0; i < height; i += R) {
     Lanes sums[R][V];
     for (int r = 0; r < R; ++r)
@@ -441,62 +395,63 @@ inline void product(int height, F&& first, const float (*m2)[D], float (*out)[D]
 }
 
 // square += a^T b over the rows of a tile.
-template <int D>
-inline void outer(const Tile<D>& a, const Tile<D>& b, Square<D>& square) {
-  product<D, TILE, true>(D, [&](int d, int j) { return a[j][d]; }, b, square);
+inline void outer(const Tile& a, const Tile& b, Square& square) {
+  product<TILE, true>(HEAD, [&](int d, int j) { return a[j][d]; }, b, square);
 }
 
 // out = a m for the rows of a tile.
-template <int D>
-inline void times(const Tile<D>& a, const Square<D>& m, Tile<D>& out) {
-  product<D, D, false>(TILE, [&](int j, int d) { return a[j][d]; }, m, out);
+inline void times(const Tile& a, const Square& m, Tile& out) {
+  product<HEAD, false>(TILE, [&](int j, int d) { return a[j][d]; }, m, out);
 }
 
 // Asks for the row of a later tile: the processor does not guess that far across the other heads.
-template <int D, typename T>
+template <typename T>
 inline void ahead(const T* row) {
-  for (int d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+  for (int d = 0; d < HEAD; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
 }
 
 // A tile as it lies in memory.
-template <int D, typename T>
-inline void read(const T* from, int64_t stride, int count, Tile<D>& out) {
+template <typename T>
+inline void read(const T* from, int64_t stride, int count, Tile& out) {
   for (int j = 0; j < count; ++j) {
-    ahead<D>(from + (j + TILE) * stride);
-    for (int d = 0; d < D; d += WIDTH) lanes(out[j] + d) = load_lanes(from + j * stride + d);
+    ahead(from + (j + TILE) * stride);
+    for (int d = 0; d < HEAD; d += WIDTH) lanes(out[j] + d) = load_lanes(from + j * stride + d);
   }
-  clear<D>(out, count);
+  clear(out, count);
 }
 
 // Linear attention (Shen et al. 2021) of H heads of one image, from tokens (L, stride) whose queries, keys and values
-// of all heads lie side by side: out = softmax_channels(q) / sqrt(D) times softmax_positions(k)^T v. Left for the
-// backward pass are the keys' largest values and sums of exponentials, top and sum (H, D), contexts (H, D, D), which are
-// softmax(k)^T v, and levels (H, L, 2): exp(q - first) * second is the softmax of a query divided by sqrt(D).
-template <typename T, int D>
+// of all heads lie side by side: out = softmax_channels(q) / sqrt(HEAD) times softmax_positions(k)^T v. Left for the
+// backward pass are the keys' largest values and sums of exponentials, top and sum (H, HEAD), contexts
+// (H, HEAD, HEAD), which are softmax(k)^T v, and levels (H, L, 2): exp(q - first) * second is the softmax of a query
+// divided by sqrt(HEAD).
+template <typename T>
 void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, int64_t stride, int64_t out_stride,
             float* top, float* sum, float* contexts, float* levels) {
-  Tile<D> key, value;
-  std::fill(contexts, contexts + H * D * D, 0.0f);
-  std::fill(sum, sum + H * D, 0.0f);
-  for (int64_t c = 0; c < H * D; ++c) top[c] = load(k + c);
+  Tile key, value;
+  std::fill(contexts, contexts + H * HEAD * HEAD, 0.0f);
+  std::fill(sum, sum + H * HEAD, 0.0f);
+  for (int64_t c = 0; c < H * HEAD; c += WIDTH) lanes(top + c) = load_lanes(k + c);
   for (int64_t l = 0; l < L; l += TILE) {
     const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
     for (int64_t h = 0; h < H; ++h) {
-      Square<D>& context = reinterpret_cast<Square<D>*>(contexts)[h];
-      float *most = top + h * D, *total = sum + h * D;
-      read<D>(v + l * stride + h * D, stride, count, value);
-      read<D>(k + l * stride + h * D, stride, count, key);
-      float factors[D];
-      for (int d = 0; d < D; d += WIDTH) {
+      Square& context = reinterpret_cast<Square*>(contexts)[h];
+      float *most = top + h * HEAD, *total = sum + h * HEAD;
+      read(v + l * stride + h * HEAD, stride, count, value);
+      read(k + l * stride + h * HEAD, stride, count, key);
+      float factors[HEAD];
+      for (int d = 0; d < HEAD; d += WIDTH) {
         Lanes now = lanes(most + d);
         for (int j = 0; j < count; ++j) now = lanes(key[j] + d) > now ? lanes(key[j] + d) : now;
         for (int j = 0; j < count; ++j) lanes(key[j] + d) -= now;
-        lanes(factors + d) = exponential(lanes(most + d) - now);
+        Lanes change[1] = {lanes(most + d) - now};
+        exponentials(change);
+        lanes(factors + d) = change[0];
         lanes(most + d) = now;
       }
-      exponentials<D>(key);
-      clear<D>(key, count);
-      for (int d = 0; d < D; d += WIDTH) {
+      exponentials(key);
+      clear(key, count);
+      for (int d = 0; d < HEAD; d += WIDTH) {
         // Where a key is larger than any before, what was summed is relative to the old one.
         const Lanes factor = lanes(factors + d);
         Lanes all = lanes(total + d) * factor;
@@ -504,72 +459,73 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
         lanes(total + d) = all;
         if (sum_lanes(factor) != WIDTH)
           for (int i = 0; i < WIDTH; ++i)
-            for (int e = 0; e < D; e += WIDTH) lanes(context[d + i] + e) *= factor[i];
+            for (int e = 0; e < HEAD; e += WIDTH) lanes(context[d + i] + e) *= factor[i];
       }
-      outer<D>(key, value, context);
+      outer(key, value, context);
     }
   }
-  for (int64_t c = 0; c < H * D; ++c)
-    for (int e = 0; e < D; ++e) contexts[c * D + e] /= sum[c];
+  for (int64_t c = 0; c < H * HEAD; ++c)
+    for (int e = 0; e < HEAD; ++e) contexts[c * HEAD + e] /= sum[c];
   for (int64_t l = 0; l < L; l += TILE) {
     const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
     for (int64_t h = 0; h < H; ++h) {
-      read<D>(q + l * stride + h * D, stride, count, key);
+      read(q + l * stride + h * HEAD, stride, count, key);
       for (int j = 0; j < count; ++j) {
         Lanes most = lanes(key[j]);
-        for (int d = WIDTH; d < D; d += WIDTH) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
+        for (int d = WIDTH; d < HEAD; d += WIDTH) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
         const float least = max_lanes(most);
         levels[2 * (h * L + l + j)] = least;
-        for (int d = 0; d < D; d += WIDTH) lanes(key[j] + d) -= least;
+        for (int d = 0; d < HEAD; d += WIDTH) lanes(key[j] + d) -= least;
       }
-      exponentials<D>(key);
+      exponentials(key);
       for (int j = 0; j < count; ++j) {
         Lanes total = {};
-        for (int d = 0; d < D; d += WIDTH) total += lanes(key[j] + d);
-        const float factor = 1.0f / (sum_lanes(total) * std::sqrt(static_cast<float>(D)));
+        for (int d = 0; d < HEAD; d += WIDTH) total += lanes(key[j] + d);
+        const float factor = 1.0f / (sum_lanes(total) * std::sqrt(static_cast<float>(HEAD)));
         levels[2 * (h * L + l + j) + 1] = factor;
-        for (int d = 0; d < D; d += WIDTH) lanes(key[j] + d) *= factor;
+        for (int d = 0; d < HEAD; d += WIDTH) lanes(key[j] + d) *= factor;
       }
-      times<D>(key, reinterpret_cast<const Square<D>*>(contexts)[h], value);
+      times(key, reinterpret_cast<const Square*>(contexts)[h], value);
       for (int j = 0; j < count; ++j)
-        for (int e = 0; e < D; e += WIDTH) store_lanes(out + (l + j) * out_stride + h * D + e, lanes(value[j] + e));
+        for (int e = 0; e < HEAD; e += WIDTH)
+          store_lanes(out + (l + j) * out_stride + h * HEAD + e, lanes(value[j] + e));
     }
   }
 }
 
 // The gradients of attend, written where q, k and v stand in an array of the same shape.
-template <typename T, int D>
+template <typename T>
 void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t H,
                      int64_t stride, int64_t out_stride, const float* top, const float* sum, const float* contexts,
                      const float* levels) {
-  constexpr int V = D / WIDTH;
-  struct Head { Square<D> d_context, d_turned, turned; float inner[D], share[D]; };
+  constexpr int V = HEAD / WIDTH;
+  struct Head { Square d_context, d_turned, turned; float inner[HEAD], share[HEAD]; };
   std::vector<Head> heads(H);
-  Tile<D> query, key, value, grad, d_query, d_key, d_value;
+  Tile query, key, value, grad, d_query, d_key, d_value;
   auto queries = [&](int64_t l, int64_t h, int count) {
     const float* level = levels + 2 * (h * L + l);
     for (int j = 0; j < count; ++j) {
-      const T* from = q + (l + j) * stride + h * D;
-      ahead<D>(from + TILE * stride);
+      const T* from = q + (l + j) * stride + h * HEAD;
+      ahead(from + TILE * stride);
       Lanes x[V];
       EACH(V) x[i] = load_lanes(from + WIDTH * i) - level[2 * j];
       exponentials(x);
       EACH(V) lanes(query[j] + WIDTH * i) = x[i] * level[2 * j + 1];
     }
-    clear<D>(query, count);
-    read<D>(dout + l * out_stride + h * D, out_stride, count, grad);
+    clear(query, count);
+    read(dout + l * out_stride + h * HEAD, out_stride, count, grad);
   };
   for (int64_t l = 0; l < L; l += TILE)
     for (int64_t h = 0; h < H; ++h) {
       queries(l, h, static_cast<int>(std::min<int64_t>(TILE, L - l)));
-      outer<D>(query, grad, heads[h].d_context);
+      outer(query, grad, heads[h].d_context);
     }
   for (int64_t h = 0; h < H; ++h) {
     Head& head = heads[h];
-    const Square<D>& context = reinterpret_cast<const Square<D>*>(contexts)[h];
-    for (int d = 0; d < D; ++d) {
-      head.share[d] = 1.0f / sum[h * D + d];
-      for (int e = 0; e < D; ++e) {
+    const Square& context = reinterpret_cast<const Square*>(contexts)[h];
+    for (int d = 0; d < HEAD; ++d) {
+      head.share[d] = 1.0f / sum[h * HEAD + d];
+      for (int e = 0; e < HEAD; ++e) {
         head.turned[e][d] = context[d][e];
         head.d_turned[e][d] = head.d_context[d][e];
         head.inner[d] += context[d][e] * head.d_context[d][e];  // sum over positions of key times its gradient
@@ -580,29 +536,29 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
     const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
     for (int64_t h = 0; h < H; ++h) {
       const Head& head = heads[h];
-      const int64_t at = l * stride + h * D;
-      const float* most = top + h * D;
+      const int64_t at = l * stride + h * HEAD;
+      const float* most = top + h * HEAD;
       queries(l, h, count);
       for (int j = 0; j < count; ++j) {
         const T* from = k + at + j * stride;
-        ahead<D>(from + TILE * stride);
+        ahead(from + TILE * stride);
         Lanes x[V];
         EACH(V) x[i] = load_lanes(from + WIDTH * i) - lanes(most + WIDTH * i);
         exponentials(x);
         EACH(V) lanes(key[j] + WIDTH * i) = x[i] * lanes(head.share + WIDTH * i);
       }
-      clear<D>(key, count);
-      read<D>(v + at, stride, count, value);
-      times<D>(grad, head.turned, d_query);
-      times<D>(value, head.d_turned, d_key);
-      times<D>(key, head.d_context, d_value);
+      clear(key, count);
+      read(v + at, stride, count, value);
+      times(grad, head.turned, d_query);
+      times(value, head.d_turned, d_key);
+      times(key, head.d_context, d_value);
       for (int j = 0; j < count; ++j) {
         Lanes sums = {};
-        for (int d = 0; d < D; d += WIDTH) sums += lanes(query[j] + d) * lanes(d_query[j] + d);
-        // The query holds the factor 1 / sqrt(D) once too often.
-        const float along = sum_lanes(sums) * std::sqrt(static_cast<float>(D));
+        for (int d = 0; d < HEAD; d += WIDTH) sums += lanes(query[j] + d) * lanes(d_query[j] + d);
+        // The query holds the factor 1 / sqrt(HEAD) once too often.
+        const float along = sum_lanes(sums) * std::sqrt(static_cast<float>(HEAD));
         const int64_t token = at + j * stride;
-        for (int d = 0; d < D; d += WIDTH) {
+        for (int d = 0; d < HEAD; d += WIDTH) {
           store_lanes(dq + token + d, lanes(query[j] + d) * (lanes(d_query[j] + d) - along));
           store_lanes(dk + token + d, lanes(key[j] + d) * (lanes(d_key[j] + d) - lanes(head.inner + d)));
           store_lanes(dv + token + d, lanes(d_value[j] + d));
@@ -615,39 +571,37 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
 // Heads that a thread takes together: all of an image, unless there are fewer images than threads.
 inline int64_t together(int64_t N, int64_t H, int threads) { return N >= threads ? H : 1; }
 
-template <typename T, int D>
+template <typename T>
 void attention(const T* qkv, T* out, float* top, float* sum, float* contexts, float* levels, int64_t N, int64_t L,
                int64_t H, int threads) {
-  const int64_t inner = H * D, some = together(N, H, threads);
+  const int64_t inner = H * HEAD, some = together(N, H, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t n = 0; n < N; ++n)
     for (int64_t h = 0; h < H; h += some) {
-      const T* at = qkv + n * L * 3 * inner + h * D;
-      const int64_t keys = (n * H + h) * D;
-      attend<T, D>(at, at + inner, at + 2 * inner, out + n * L * inner + h * D, L, some, 3 * inner, inner, top + keys,
-                   sum + keys, contexts + keys * D, levels + 2 * (n * H + h) * L);
+      const T* at = qkv + n * L * 3 * inner + h * HEAD;
+      const int64_t keys = (n * H + h) * HEAD;
+      attend(at, at + inner, at + 2 * inner, out + n * L * inner + h * HEAD, L, some, 3 * inner, inner, top + keys,
+             sum + keys, contexts + keys * HEAD, levels + 2 * (n * H + h) * L);
     }
 }
 
-template <typename T, int D>
+template <typename T>
 void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top, const float* sum,
                         const float* contexts, const float* levels, int64_t N, int64_t L, int64_t H, int threads) {
-  const int64_t inner = H * D, some = together(N, H, threads);
+  const int64_t inner = H * HEAD, some = together(N, H, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t n = 0; n < N; ++n)
     for (int64_t h = 0; h < H; h += some) {
-      const int64_t at = n * L * 3 * inner + h * D, keys = (n * H + h) * D;
+      const int64_t at = n * L * 3 * inner + h * HEAD, keys = (n * H + h) * HEAD;
       const T* in = qkv + at;
       T* back = d_qkv + at;
-      attend_backward<T, D>(dout + n * L * inner + h * D, in, in + inner, in + 2 * inner, back, back + inner,
-                            back + 2 * inner, L, some, 3 * inner, inner, top + keys, sum + keys, contexts + keys * D,
-                            levels + 2 * (n * H + h) * L);
+      attend_backward(dout + n * L * inner + h * HEAD, in, in + inner, in + 2 * inner, back, back + inner,
+                      back + 2 * inner, L, some, 3 * inner, inner, top + keys, sum + keys, contexts + keys * HEAD,
+                      levels + 2 * (n * H + h) * L);
     }
 }
 
 }  // namespace
-
-constexpr int HEAD = 32;  // width of a head
 
 // What Python calls, by number format: the addresses of functions.
 #define KERNELS(NAME, T)                                          \
@@ -657,8 +611,8 @@ constexpr int HEAD = 32;  // width of a head
   auto* group_backward_silu_##NAME = &group_backward<T, true>;    \
   auto* layer_forward_##NAME = &layer_forward<T>;                 \
   auto* layer_backward_##NAME = &layer_backward<T>;               \
-  auto* attention_forward_##NAME = &attention<T, HEAD>;           \
-  auto* attention_backward_##NAME = &attention_backward<T, HEAD>;
+  auto* attention_forward_##NAME = &attention<T>;                 \
+  auto* attention_backward_##NAME = &attention_backward<T>;
 extern "C" {
 KERNELS(float32, float)
 KERNELS(bfloat16, bfloat16)

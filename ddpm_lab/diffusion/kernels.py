@@ -39,6 +39,8 @@ WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-av
 """Flags for what torch was told to do without."""
 HEAD_WIDTH = 32
 """Width of a head that linear attention is compiled for; other widths are computed by operators."""
+LANES = 16
+"""Channels of a norm have to be a multiple of it for the kernel: the numbers in the widest register of a processor."""
 TILE = 32
 """Channels in and out of a convolution have to be multiples of it for the kernel."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -259,7 +261,7 @@ def group_norm(
     for name, (given, shape) in shapes.items():
         if given is not None and given.shape != shape:
             raise ValueError(f"{name} is {tuple(given.shape)}: for images {tuple(x.shape)} give {tuple(shape)}")
-    if _compiled(x, "group norm"):
+    if _compiled(x, "group norm") and c % LANES == 0:
         extras = before, scale_shift, residual
         return cast(Tensor, _GroupNorm.apply(x, norm.weight, norm.bias, *extras, norm.num_groups, norm.eps, silu))
     with torch.autocast(x.device.type, enabled=False):
@@ -279,7 +281,7 @@ def group_norm(
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm, *, residual: Tensor | None = None) -> Tensor:
     """LayerNorm of x (..., C) over C, plus ``residual``; in the dtype of ``x``, float32 or bfloat16."""
-    if _compiled(x, "layer norm"):
+    if _compiled(x, "layer norm") and x.shape[-1] % LANES == 0:
         return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
     with torch.autocast(x.device.type, enabled=False):  # in single precision, as TokenNorm says
         y = F.layer_norm(x.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
