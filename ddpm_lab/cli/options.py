@@ -52,7 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": _of("a gate that fails what is surely slower by more (with --against: 3%)", metavar="SHARE"),
     "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
     "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
-    # recommend, bottleneck
     # train, sample
     "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),
     "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),

@@ -217,10 +217,18 @@ def legend(body: SubFigure, colours: Mapping[str, str]) -> None:
 
 def plain(axis: Axis, ticks: int = 6) -> None:
     """Label an axis with plain numbers: 12,500; 45; 7.5."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    _numbers(axis)
+
+
+def _numbers(axis: Axis) -> None:
+    """Do so where an axis has its ticks already; a change of its scale undoes it."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: number(value))
 
 
 def number(value: float) -> str:
@@ -301,7 +309,7 @@ def _forest_limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _forest_axis(ax: Axes, low: float, high: float, *, ratios: bool, narrow: bool) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator
 
     plain(ax.xaxis, 4 if narrow else 7)
     if ratios and high / low > _LOGARITHMIC:
@@ -309,8 +317,7 @@ def _forest_axis(ax: Axes, low: float, high: float, *, ratios: bool, narrow: boo
         steps = (1, 1.5, 2, 3, 4, 6, 8) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
         ticks = [n * 10.0**k for k in range(-4, 7) for n in steps]
         ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        _numbers(ax.xaxis)
 
 
 def _mark(ax: Axes, y: float, row: Row) -> None:
@@ -489,6 +496,7 @@ def _axes(ax: Axes, plot: Plot) -> None:
     plain(ax.xaxis)
     if plot.log_x:
         ax.set_xscale("log", base=2)
+        _numbers(ax.xaxis)
     if plot.log_y:
         ax.set_yscale("log")
         low, high = ax.get_ylim()
@@ -498,14 +506,5 @@ def _axes(ax: Axes, plot: Plot) -> None:
         ax.set_ylim(0, 1.08 * max(ax.dataLim.y1, plot.level or 0) or 1)
     if plot.ticks:
         ax.xaxis.set_major_locator(FixedLocator(list(plot.ticks)))
-    if plot.log_x or plot.ticks:
-        _numbers(ax.xaxis)
     if plot.names:
         ax.set_xticks(list(plot.ticks), list(plot.names))
-
-
-def _numbers(axis: Axis) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))

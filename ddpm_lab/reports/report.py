@@ -296,13 +296,9 @@ class _Run:
 
 
 def choose(names: Sequence[str | Path] | None) -> list[Path]:
-    """The notebooks to run, in the order of their numbers.
+    """The notebooks by names (03_amp or amp) or paths, in the order of their numbers; None is every numbered one.
 
-    Args:
-        names: names (03_amp or amp) or paths of .ipynb files; None is every numbered notebook of the checkout.
-
-    Raises:
-        ReportError: one of them does not exist.
+    Raises ReportError where one of them does not exist.
     """
     numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
     known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
