@@ -108,16 +108,17 @@ def _values(text: bytes) -> dict[str, Any]:
     values: dict[str, Any] = parsed(text)
     if text.isascii() and b"\\" not in text:  # no other character can be in it, and most records are many numbers
         return values
-    shown = {name: _printable(v) for name, v in values.items() if name not in ("config", "environment")}
+    shown = {name: with_texts(v, printable) for name, v in values.items() if name not in ("config", "environment")}
     return {**values, **shown}
 
 
-def _printable(value: Any) -> Any:
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Values of JSON with each text changed, names in tables too."""
     if isinstance(value, dict):
-        return {printable(name): _printable(v) for name, v in value.items()}
+        return {change(name): with_texts(v, change) for name, v in value.items()}
     if isinstance(value, list):
-        return [_printable(v) for v in value]
-    return printable(value) if isinstance(value, str) else value
+        return [with_texts(v, change) for v in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _read(

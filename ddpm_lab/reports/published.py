@@ -26,7 +26,7 @@ from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
 from ddpm_lab.files import CHECKOUT, check_room, replace
-from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
+from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all, with_texts
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
 from ddpm_lab.record import LedgerError, RunRecord
@@ -229,16 +229,7 @@ def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
         values["quality"]["fid"] = {name: value for name, value in fid.items() if name != "reason"}
     uuids = dict.fromkeys([*record.environment.gpu_uuids, *(rank.device_uuid for rank in record.ranks)])
     known = {uuid: f"GPU {i}" for i, uuid in enumerate(filter(None, uuids))}
-    return RunRecord.from_dict(_renamed(json.loads(json.dumps(values)), known))
-
-
-def _renamed(value: Any, known: Mapping[str, str]) -> Any:
-    """The same with other texts in place of the ``known`` ones."""
-    if isinstance(value, dict):
-        return {name: _renamed(inner, known) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_renamed(inner, known) for inner in value]
-    return known.get(value, value) if isinstance(value, str) else value
+    return RunRecord.from_dict(with_texts(json.loads(json.dumps(values)), lambda text: known.get(text, text)))
 
 
 def _config(values: dict[str, Any]) -> dict[str, Any]:
