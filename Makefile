@@ -80,8 +80,10 @@ trackers: setup ## install the experiment tracker that train, run and compare ca
 # An index of this machine only must not leave its address in a file for everybody.
 lock: setup ## bring uv.lock and environment.yml in step with pyproject.toml
 	env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS .boot/uv lock
-	.venv/bin/python scripts/lock.py
+	sed -i '/^  - pip:$$/q' environment.yml
+	.boot/uv export --frozen --quiet --no-dev --no-emit-project --no-hashes --no-annotate --no-header \
+	  | sed "s/ ; sys_platform == 'linux'$$//; s/^/      - /" >>environment.yml
 
 clean: ## remove HTML pages and caches; measurements, figures, data and .venv stay
 	rm -rf reports .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find ddpm_lab tests scripts notebooks -depth -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
+	find ddpm_lab tests notebooks -depth -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +
