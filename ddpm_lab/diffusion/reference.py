@@ -104,12 +104,10 @@ class Full(nn.Module):
 
 
 class ReferenceUNet(nn.Module):
-    """The seed family of ``config``: images (N, 3, H, W) and timesteps (N,) to (N, 3, H, W)."""
+    """The seed family with two blocks a level: images (N, 3, H, W) and timesteps (N,) to (N, 3, H, W)."""
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
-        if config.family != "seed" or config.blocks != 2 or config.patch != 1:
-            raise ValueError(f"{config} has no reference: only the seed family with two blocks a level and no patches")
         width, time_width, groups = config.width, 4 * config.width, config.groups
         self.config, self.width = config, width
         self.time = nn.Sequential(nn.Linear(width, time_width), nn.GELU(), nn.Linear(time_width, time_width))
@@ -162,7 +160,7 @@ class ReferenceUNet(nn.Module):
 
 
 def reference(network: UNet) -> ReferenceUNet:
-    """The reference with the weights of ``network``. Raises ValueError if it has none of its kind.
+    """The reference with the weights of ``network``, which is of the seed family: configurations refuse others.
 
     Both register their layers in the order in which the other does. A 1x1 convolution holds what a linear layer holds,
     with two more axes, and so does a norm by hand.
