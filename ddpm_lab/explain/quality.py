@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ import numpy.typing as npt
 from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, DiffusionConfig, RunConfig
 from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
-
-if TYPE_CHECKING:
-    from ddpm_lab.explain.selection import Study
 
 Array = npt.NDArray[np.float64]
 
@@ -281,10 +278,6 @@ class Trials:
             if final_loss(r) is not None and "synthetic" not in r.data_name:
                 known = self._published.setdefault(r.cohort[:3], {})  # compared with those of its machine and code
                 known.setdefault(work_of(r.config, anywhere=True), []).append(r)
-
-    @classmethod
-    def of(cls, study: Study) -> Trials:
-        return cls(study.trials, study.published_trials)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
         """The verdict on a configuration, from trials of the very code that ``code_version`` names, or published ones.

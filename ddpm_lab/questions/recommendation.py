@@ -356,7 +356,7 @@ def recommendation(study: Study) -> Recommendation | None:
     if not (base and twin) or space.cells.get(space.start) != space.baseline:
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
-    found, trials = observations(searched, last.baseline_id), quality.Trials.of(study)
+    found, trials = observations(searched, last.baseline_id), quality.Trials(study.trials, study.published_trials)
     unchanged = replace(base[0], equivalence=quality.Equivalence(verdict=quality.IDENTICAL))
     baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
     steps = _steps(fresh, space, baseline, rows, trials)
