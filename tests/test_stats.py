@@ -61,7 +61,7 @@ def test_an_estimate_equals_scipy_and_with_a_spread_has_the_degrees_of_freedom_o
     test = scipy_stats.ttest_1samp(logs, 0.0)
     assert (plain.p, *np.log(plain.ends)) == pytest.approx((test.pvalue, *test.confidence_interval(0.95)))
     variance = (4 * 4e-4 + 3 * logs.var(ddof=1)) / 7
-    assert (found.df, found.standard_error) == pytest.approx((7.0, math.sqrt(variance / 4)))
+    assert found.standard_error == pytest.approx(math.sqrt(variance / 4))
     assert found.half_width == pytest.approx(scipy_stats.t.ppf(0.975, 7) * found.standard_error)
     assert found.p == pytest.approx(2 * scipy_stats.t.sf(logs.mean() / found.standard_error, 7))
 

@@ -56,13 +56,12 @@ class Interval:
 class Estimate(Interval):
     """A geometric mean over ``sets``, and the p-value against 1; NaN where sets do not suffice.
 
-    ``standard_error`` is of the mean log ratio; ``df`` are the degrees of freedom of Student's t, a ``Spread``'s too.
+    ``standard_error`` is of the mean log ratio.
     """
 
     p: float
     sets: int
     standard_error: float = math.nan
-    df: float = math.nan
 
     @property
     def half_width(self) -> float:
@@ -157,7 +156,7 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
     # Without any spread the t statistic is infinite, or undefined where the mean is zero too.
     statistic = abs(mean) / error if error > 0 else math.inf if mean else 0.0
     p, low, high = 2 * float(special.stdtr(df, -statistic)), exp(mean - half), exp(mean + half)
-    return Estimate(value=exp(mean), low=low, high=high, p=p, sets=n, standard_error=error, df=df)
+    return Estimate(value=exp(mean), low=low, high=high, p=p, sets=n, standard_error=error)
 
 
 def exp(log: float) -> float:
