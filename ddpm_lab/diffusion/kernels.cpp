@@ -652,28 +652,24 @@ __attribute__((noinline)) void accumulate(const Number* large, int64_t length, c
   __m512 held[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int k = 0; k < ROWS; ++k)
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) held[k][v] = _mm512_loadu_ps(sums + k * stride + 16 * v);
+    EACH(VECTORS) held[k][i] = _mm512_loadu_ps(sums + k * stride + 16 * i);
   for (const Line& line : lines) {
     const Number *x = large + line.large * length * COLUMNS * 2, *g = small + line.small * pairs * ROWS * 2;
     for (const Number* end = g + pairs * ROWS * 2; g != end; x += COLUMNS * 2, g += ROWS * 2) {
       __m512bh pixels[VECTORS];
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; ++v) pixels[v] = (__m512bh)_mm512_loadu_si512(x + 32 * v);
+      EACH(VECTORS) pixels[i] = (__m512bh)_mm512_loadu_si512(x + 32 * i);
 #pragma GCC unroll 8
       for (int k = 0; k < ROWS; ++k) {
         int32_t pair;
         std::memcpy(&pair, g + 2 * k, sizeof pair);
         const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; ++v) held[k][v] = _mm512_dpbf16_ps(held[k][v], pixels[v], factor);
+        EACH(VECTORS) held[k][i] = _mm512_dpbf16_ps(held[k][i], pixels[i], factor);
       }
     }
   }
 #pragma GCC unroll 8
   for (int k = 0; k < ROWS; ++k)
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(sums + k * stride + 16 * v, held[k][v]);
+    EACH(VECTORS) _mm512_storeu_ps(sums + k * stride + 16 * i, held[k][i]);
 }
 
 // Thirty-two channels of two pixels, channel by channel side by side.
