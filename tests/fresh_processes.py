@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,8 +21,10 @@ from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
 
-def context(rank: int = 0, world_size: int = 1) -> RankContext:
-    return RankContext(rank=rank, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
+def context(rank: int = 0, world_size: int = 1, **changes: Any) -> RankContext:
+    """A rank on the CPU, unless ``changes`` say otherwise, whose marks nobody hears."""
+    usual: dict[str, Any] = {"device": "cpu", "threads": 1, "mark": lambda _: None}
+    return RankContext(rank=rank, world_size=world_size, **{**usual, **changes})
 
 
 def write_marks(path: Path, seconds: float) -> None:

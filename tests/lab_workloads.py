@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -138,14 +137,6 @@ class Busy(Planted):
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
-
-
-class Compiling(Busy):
-    """Runs a slow child process in its step, as a compiler does."""
-
-    def step(self, batch: Any) -> float:
-        subprocess.run(["sleep", "3600"], check=True)
-        return super().step(batch)
 
 
 class Phased(Planted):
@@ -283,5 +274,5 @@ class Levers(Waiting):
     ready = ("still", "packed", "resident")
 
 
-busy, compiling, phased = Busy, Compiling, Phased
+busy, phased = Busy, Phased
 exchanging, waiting, levers = Exchanging, Waiting, Levers

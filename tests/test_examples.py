@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_processes import context
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import own
 from ddpm_lab.training.setting import Own
-from ddpm_lab.workload import RankContext
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAMES = ["classifier", "diffusion"]
@@ -27,8 +27,7 @@ def test_an_example_trains_as_its_label_says(name: str, precision: str, monkeypa
     monkeypatch.syspath_prepend(str(CHECKOUT))
     settings = Own(name=f"examples.{name}:make").settings()
     config = RunConfig(**settings, global_batch_size=4, precision=precision)
-    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
-    training = own(config, context)
+    training = own(config, context())
     losses = [float(training.step(batch)) for batch in itertools.islice(training.batches(), 3)]
     assert all(0 < loss < 10 for loss in losses)
     assert mismatches(config, [{"rank": 0, "device": "cpu", "steps": 3, **training.witness()}]) == []

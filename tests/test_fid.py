@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from conftest import Call
+from fresh_processes import context
 from PIL import Image
 
 from ddpm_lab.checks import ConfigError
@@ -24,7 +25,6 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.questions import trained
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
-from ddpm_lab.workload import RankContext
 
 Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
@@ -100,7 +100,7 @@ def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, 
     sums = []
     for kept in (False, True, False):
         seen: list[str] = []
-        fid = Fid(config, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=seen.append))
+        fid = Fid(config, context(mark=seen.append))
         fid.metric.compute = lambda: torch.tensor(0.0)  # takes longest, and is tested above
         fid.distance(generated=str(tmp_path / "generated.npy"), count=2, cache=str(tmp_path / "cache"))
         assert ("training images" not in seen) == kept

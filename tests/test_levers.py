@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_processes import context
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -15,7 +16,6 @@ from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import ATTENTION, FUSED_PARTS
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext
 
 LEVERS: list[dict[str, Any]] = [
     {"channels_last": False},
@@ -41,8 +41,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(config: RunConfig, steps: int) -> tuple[Trainer, list[float]]:
-    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
-    trainer = Trainer(config, context)
+    trainer = Trainer(config, context())
     return trainer, [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
 
 
@@ -135,9 +134,8 @@ def test_a_step_waits_for_nothing(config: RunConfig) -> None:
 def test_on_a_gpu_a_step_does_not_synchronise(
     config: RunConfig, loader: str, kernels: str, never_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    context = RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None)
     on_gpu = dataclasses.replace(config, device="cuda", precision="bf16", loader=loader, kernels=kernels)
-    trainer = Trainer(on_gpu, context)
+    trainer = Trainer(on_gpu, context(device="cuda:0"))
     batches = trainer.batches()
     for _ in range(3):
         trainer.step(next(batches))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fresh_processes import context
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -17,9 +18,8 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.questions.exchange import WORKLOAD as ALL_REDUCE
 from ddpm_lab.training import limits
 from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, all_reduce, count_work, pieces
-from ddpm_lab.workload import RankContext
 
-CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+CONTEXT = context()
 
 
 @pytest.mark.parametrize("network", ["tiny", *(pytest.param(n, marks=pytest.mark.slow) for n in ("seed", "ddpm"))])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_processes import context
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.unet import NETWORKS
@@ -40,7 +41,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(make: Make, module: str, config: RunConfig) -> peers.Peer:
     pytest.importorskip(module, reason=f"{module} is not installed: make peers")
     device = "cuda:0" if config.device == "cuda" else "cpu"
-    return make(config, RankContext(rank=0, world_size=1, device=device, threads=1, mark=lambda _: None))
+    return make(config, context(device=device))
 
 
 def losses(peer: peers.Peer, steps: int) -> list[float]:

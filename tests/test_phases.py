@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import code_of
+from fresh_processes import context
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from ddpm_lab.measure.group import Group, Limits
 from ddpm_lab.measure.phases import RANGE, PhaseClock, profile_steps
 from ddpm_lab.measure.process import BEAT, Heartbeat
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext
 
 SETTLE, STEPS = 2, 20
 
@@ -222,7 +222,7 @@ def test_marks_cost_less_than_one_percent_of_a_step(tmp_path: Path, synthetic: R
     beat = tmp_path / "beat"
     beat.write_bytes(BEAT.pack(0.0, 0, 0, b""))
     clock, made = PhaseClock(Heartbeat(beat).mark, "cpu"), list[str]()
-    trainer = Trainer(synthetic, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=made.append))
+    trainer = Trainer(synthetic, context(mark=made.append))
     batches = trainer.batches()
     seconds: dict[str, list[float]] = {"steps": [], "marks": []}
     clock.start(synchronised=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import alive
-from fresh_processes import write_marks
+from fresh_processes import context, write_marks
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -98,7 +98,7 @@ def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> N
     assert process._one_line(error) == f"ConfigError: {error}", "the lab's own lines are no place to look"
 
 
-CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+CONTEXT = context()
 CONFIG = RunConfig(global_batch_size=4)
 
 

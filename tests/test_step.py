@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fresh_processes import context
 from torch import Tensor, nn
 
 from ddpm_lab.config import OWN, RunConfig
@@ -16,7 +17,7 @@ from ddpm_lab.diffusion.step import allow_tf32, compile_seen, require
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining
 from ddpm_lab.training.train import Trainer
-from ddpm_lab.workload import RankContext, Training, Unsupported
+from ddpm_lab.workload import Training, Unsupported
 
 
 class Block(nn.Module):
@@ -116,10 +117,9 @@ def usual_kernels() -> Iterator[None]:
 @pytest.mark.usefixtures("ampere", "usual_kernels")
 def test_weights_that_are_compared_to_the_last_bit_are_computed_the_same_way_each_time(synthetic: RunConfig) -> None:
     """What GPUs add up in any order, and kernels that are chosen by timing them, would tell equal runs apart."""
-    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
     label = dataclasses.replace(synthetic, device="cuda", purpose="quality")
     for draws, same in ((2, False), (0, True)):
-        Trainer(dataclasses.replace(label, options=(("images", 160), ("draws", draws))), context)
+        Trainer(dataclasses.replace(label, options=(("images", 160), ("draws", draws))), context())
         assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark) == (same, not same)
     assert not torch.is_deterministic_algorithms_warn_only_enabled(), "which leaves flash attention as it is"
 
@@ -132,8 +132,7 @@ def test_cuda_graphs_are_recorded_on_a_gpu(synthetic: RunConfig, mode: str) -> N
     label = dataclasses.replace(
         synthetic, device="cuda", precision="bf16", compile="whole", compile_mode=mode, global_batch_size=8
     )
-    context = RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None)
-    trainer = Trainer(label, context)
+    trainer = Trainer(label, context(device="cuda:0"))
     for batch in itertools.islice(trainer.batches(), 4):
         trainer.step(batch)
     seen = {"rank": 0, "device": "cuda:0", "steps": 4, **trainer.witness()}
@@ -175,7 +174,6 @@ class Net(nn.Module):
 
 def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any]:
     """What rank 0 says after three steps in which the loss reaches the network in one of several ways."""
-    context = RankContext(rank=0, world_size=label.world_size, device="cpu", threads=1, mark=lambda _: None)
     network = Net()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
 
@@ -196,7 +194,7 @@ def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any
 
     given: dict[str, Any] = {"step": step} if whole else {"loss": loss}
     made = Training(model=network, data=[torch.ones(1, 3)], optimizer=optimizer, **given)
-    training = OwnTraining(label, context, made, trained)
+    training = OwnTraining(label, context(world_size=label.world_size), made, trained)
     for batch in itertools.islice(training.batches(), 3):
         training.step(batch)
     return {**training.witness(), **OFFERED, "steps": training.steps}

@@ -101,7 +101,7 @@ def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.Mon
 
 def trained_on_a_gpu(config: RunConfig, precision: str) -> tuple[Trainer, list[float]]:
     label = dataclasses.replace(config, device="cuda", precision=precision)
-    trainer = Trainer(label, dataclasses.replace(context(), device="cuda:0"))
+    trainer = Trainer(label, context(device="cuda:0"))
     return trainer, train(trainer, 30)
 
 

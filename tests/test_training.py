@@ -12,13 +12,13 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
+from fresh_processes import context
 from PIL import Image
 
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, empty_network, read
 from ddpm_lab.training.training import Training, training
-from ddpm_lab.workload import RankContext
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,8 @@ def config(data: Path) -> RunConfig:
 
 def start(config: RunConfig, checkpoint: Path | None = None) -> Training:
     device = "cuda:0" if config.device == "cuda" else "cpu"
-    context = RankContext(rank=0, world_size=1, device=device, threads=1, mark=lambda _: None)
     options = (("checkpoint", str(checkpoint)),) if checkpoint else ()
-    return training(dataclasses.replace(config, options=options), context)
+    return training(dataclasses.replace(config, options=options), context(device=device))
 
 
 def advance(trainer: Training, steps: int) -> list[float]:
