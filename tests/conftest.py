@@ -92,6 +92,13 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two cores and no GPU."""
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+
+@pytest.fixture
 def multiplying_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings are chosen as on a processor that multiplies bf16, whatever this one does."""
     from ddpm_lab.questions import probe  # noqa: PLC0415 - after the number of threads is set

@@ -25,17 +25,10 @@ from ddpm_lab.config import COMMAND, RunConfig
 from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.questions import planning
 
 COMMANDS = [name for names in GROUPS.values() for name in names]
-
-
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", tuple)
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
 
 def test_every_command_and_option_has_help_and_the_overview_names_all(call: Call) -> None:

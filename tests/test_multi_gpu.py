@@ -158,12 +158,6 @@ def test_records_of_another_network_device_or_step_decide_nothing() -> None:
 # --- asking on this machine ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", tuple)
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-
-
 def here(tmp_path: Path, ratio: float) -> None:
     """Records of this machine."""
     base = RunConfig(global_batch_size=32)

@@ -16,6 +16,7 @@ from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
 
+pytestmark = pytest.mark.usefixtures("two_cores")
 Asking = Callable[..., Planned]
 
 
@@ -28,9 +29,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plan(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
     """Plan amp on two cores, both free unless a test says otherwise."""
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     monkeypatch.setattr(planning, "free_cores", lambda: 2)
-    monkeypatch.setattr(hardware, "gpus", list)
     monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
 
     def plan(name: str = "amp", **settings: Any) -> Planned:

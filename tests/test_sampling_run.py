@@ -15,7 +15,6 @@ from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import sampling_run
@@ -23,6 +22,8 @@ from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
 from ddpm_lab.training.training import generation
+
+pytestmark = pytest.mark.usefixtures("two_cores")
 
 
 class Ranks:
@@ -68,8 +69,6 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     """Put a stand-in in the place of the group."""
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
     def use(fail_at: int = -1, ran: str = "") -> Ranks:
         group = Ranks(fail_at, ran)

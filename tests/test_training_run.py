@@ -18,7 +18,7 @@ from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
-from ddpm_lab.measure import hardware, others
+from ddpm_lab.measure import others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
@@ -29,6 +29,7 @@ from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
 from ddpm_lab.training.training_run import Outcome, Schedule, plan_training, train
 
+pytestmark = pytest.mark.usefixtures("two_cores")
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
 
 
@@ -217,10 +218,8 @@ Plan = Callable[..., tuple[RunConfig, Schedule]]
 
 
 @pytest.fixture
-def plan(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(tmp_path: Path, data: Path) -> Plan:
     """A run as planned on two cores and no GPU."""
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
     def plan(text: str = "", schedule: dict[str, Any] | None = None, **flags: Any) -> tuple[RunConfig, Schedule]:
         (tmp_path / "a.toml").write_text(f"image_size = 8\ndata = '{data}'\n{text}")
