@@ -126,10 +126,15 @@ def rank_record(rank: int, peak_memory_bytes: int | None = 512 << 20) -> RankRec
     return RankRecord(rank=rank, peak_memory_bytes=peak_memory_bytes, **none, **known)
 
 
+def windowed(record: RunRecord, times: float = 1.0, **changes: Any) -> RunRecord:
+    """The same record, each of whose windows took so many times as long, and has ``changes``."""
+    return replace(record, windows=tuple(replace(w, seconds=times * w.seconds, **changes) for w in record.windows))
+
+
 def with_state(records: Sequence[RunRecord], **state: float | None) -> list[RunRecord]:
     """The same records, with what the machine did in each window."""
     found = {"watched_seconds": 0.5, "cpu_utilisation_percent": 90.0, "rss_bytes": 471 << 20, **state}
-    return [replace(r, windows=tuple(replace(w, state=found) for w in r.windows)) for r in records]
+    return [windowed(r, state=found) for r in records]
 
 
 GPU_STATE = {
@@ -171,6 +176,12 @@ OPERATORS = {
     "aten::randn": (0.1, 4),
     "ProfilerStep*": (0.4, 4),
 }
+
+
+def look(record: RunRecord, sets: Sequence[str], date: str) -> RunRecord:
+    """An answer that was shown of these sets, on the machine and with the code of a record of them."""
+    where = replace(record.environment, date=date)
+    return replace(record, role="look", windows=(), environment=where, look={"sets": list(sets), "log_ratios": {}})
 
 
 def profile(config: RunConfig, **values: Any) -> RunRecord:

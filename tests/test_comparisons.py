@@ -43,20 +43,14 @@ def planted(logs: Mapping[str, Iterable[float]], twin: Sequence[float], **values
         **{"count": len(twin), "turns": 1, "set_noise": 0.0, "turn_noise": 0.0, "drift": 0.0, **values},
     )
     wanted = {"fp32": [0.0] * len(twin), "fp32 again": twin, **{k: list(v) for k, v in logs.items()}}
-    return [
-        replace(
-            r, windows=tuple(replace(w, seconds=w.seconds * math.exp(-wanted[r.label][number(r)])) for w in r.windows)
-        )
-        for r in made
-    ]
+    return [make.windowed(r, math.exp(-wanted[r.label][number(r)])) for r in made]
 
 
 def look(records: Sequence[RunRecord], sets: Iterable[int], minute: int) -> RunRecord:
     """An answer that was shown after these sets."""
-    bases = [r for r in records if r.role == "baseline"]
-    shown = {"sets": [r.set_id for r in bases if number(r) in set(sets)], "log_ratios": {}}
-    when = make.environment(date=f"2026-01-04T10:{minute:02d}:00+00:00")
-    return replace(bases[0], role="look", windows=(), environment=when, look=shown)
+    bases, sets = [r for r in records if r.role == "baseline"], set(sets)
+    shown = [r.set_id for r in bases if number(r) in sets]
+    return make.look(bases[0], shown, f"2026-01-04T10:{minute:02d}:00+00:00")
 
 
 def other_look(question: int, logs: Mapping[str, Iterable[float]], minute: int) -> RunRecord:

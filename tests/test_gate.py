@@ -317,13 +317,8 @@ def test_sets_after_the_first_answer_count_for_the_gate() -> None:
     """Slower it is called at the first look; whether by more than is allowed is what further sets say."""
     few, many = (study(0.91, count=count, set_noise=0.06, seed=5) for count in (8, 60))
     sets = list(dict.fromkeys(r.set_id for r in many.records))
-    looks = tuple(
-        make.record(MAIN, role="look", experiment="compare", environment=make.environment(date=date), look=look)
-        for date, look in (
-            ("2026-01-04T10:00:00+00:00", {"sets": sets[:8], "log_ratios": {}}),
-            ("2026-01-05T10:00:00+00:00", {"sets": sets, "log_ratios": {}}),
-        )
-    )
+    told = make.record(MAIN, experiment="compare")
+    looks = (make.look(told, sets[:8], "2026-01-04T10:00:00Z"), make.look(told, sets, "2026-01-05T10:00:00Z"))
     assert outcome(answer(few), 0.05).status == stats.INCONCLUSIVE
     assert outcome(answer(replace(many, looks=looks)), 0.05).status == gate.SLOWER
 

@@ -209,11 +209,7 @@ def test_with_too_few_sets_the_parts_are_shown_and_no_loss_is_claimed() -> None:
 def test_a_crowded_set_does_not_count_and_ranks_that_share_cores_show_no_loss() -> None:
     records = measured(communication=4.0)
     ids = list(dict.fromkeys(r.set_id for r in records))[:2]
-    busy = [
-        dataclasses.replace(r, windows=tuple(dataclasses.replace(w, others_cores=1.0) for w in r.windows))
-        for r in records
-        if r.set_id in ids
-    ]
+    busy = [make.windowed(r, others_cores=1.0) for r in records if r.set_id in ids]
     quiet = [r for r in records if r.set_id not in ids]
     assert split(study(busy, quiet)).parts == split(study(quiet)).parts
     shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in records]

@@ -42,8 +42,7 @@ def rows(study: Study) -> dict[str, str]:
 
 def with_others(study: Study, others: float | None, stolen: float | None = None) -> Study:
     took: dict[str, Any] = {"others_cores": others, "stolen_seconds": stolen}
-    records = [replace(r, windows=tuple(replace(w, **took) for w in r.windows)) for r in study.records]
-    return replace(study, records=tuple(records))
+    return replace(study, records=tuple(make.windowed(r, **took) for r in study.records))
 
 
 def test_a_machine_without_a_gpu_says_so_once() -> None:

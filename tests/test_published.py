@@ -1,6 +1,5 @@
 """Published records and figures: rebuilt alike, checked, and without anything personal."""
 
-import dataclasses
 import io
 import json
 import os
@@ -77,13 +76,9 @@ def test_looks_are_published_with_what_was_shown_and_trials_of_other_code(tmp_pa
     found = own_records()
     sets = {name: list(dict.fromkeys(r.set_id for r in found if r.experiment == name)) for name in ("amp", "compare")}
 
-    def look(name: str, seen: list[str], day: int) -> RunRecord:
-        first = next(r for r in found if r.experiment == name)
-        where = dataclasses.replace(first.environment, date=f"2026-03-0{day}T10:00:00+00:00")
-        told = {"sets": seen, "log_ratios": {}}
-        return dataclasses.replace(first, role="look", windows=(), environment=where, look=told)
-
-    looks = [look("amp", sets["amp"][:4], 1), look("amp", sets["amp"], 2), look("compare", sets["compare"], 3)]
+    first = {r.experiment: r for r in reversed(found)}
+    shown = [("amp", sets["amp"][:4]), ("amp", sets["amp"]), ("compare", sets["compare"])]
+    looks = [make.look(first[name], seen, f"2026-03-0{day}T10:00:00Z") for day, (name, seen) in enumerate(shown, 1)]
     told = {"code-1": {"bf16": (RunConfig(precision="bf16"), 0.0)}, "code-2": {"compiled": (COMPILED, 0.0)}}
     trials = [r for code, tried in told.items() for r in make.trials(tried, seeds=3, code_version=code)]
     Ledger(tmp_path / "own.jsonl").append([*trials, *found, *looks])

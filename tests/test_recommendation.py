@@ -72,7 +72,7 @@ def trials(setting: dict[str, Any], worse: float, base: RunConfig = planted.BASE
 def again(records: list[Any], factor: float, experiment: str = RECOMMENDATION, **where: Any) -> list[Any]:
     """The records with other seconds in the windows of those that are so, by default of the sets after the search."""
     return [
-        replace(r, windows=tuple(replace(w, seconds=factor * w.seconds) for w in r.windows))
+        make.windowed(r, factor)
         if r.experiment == experiment and all(getattr(r, name, None) == value for name, value in where.items())
         else r
         for r in records
@@ -105,20 +105,14 @@ def test_each_step_is_compared_with_the_one_before_in_the_same_sets() -> None:
 def test_disturbed_sets_do_not_count_and_what_was_shown_and_called_stays() -> None:
     records = planted.searched(sets=12)
     sets = list(dict.fromkeys(r.set_id for r in records if r.experiment == RECOMMENDATION and r.set_id))
-    busy = [
-        replace(r, windows=tuple(replace(w, others_cores=1.0) for w in r.windows)) if r.set_id == sets[0] else r
-        for r in again(records, 2, set_id=sets[0])
-    ]
+    busy = [make.windowed(r, others_cores=1.0) if r.set_id == sets[0] else r for r in again(records, 2, set_id=sets[0])]
     quiet = of([r for r in records if r.set_id != sets[0]])
     assert [s.gain.ratio for s in of(busy).steps[1:]] == [s.gain.ratio for s in quiet.steps[1:]]
     assert [s.gain.sets for s in quiet.steps[1:]] == [11, 11]
 
-    def look(shown: list[str], day: int) -> Any:
-        told: dict[str, Any] = {"sets": shown, "log_ratios": {}}
-        where = make.environment(date=f"2026-01-{day:02d}T10:00:00+00:00")
-        return make.record(planted.BASE, role="look", experiment=RECOMMENDATION, look=told, environment=where)
-
-    assert [s.gain.sets for s in of(records, looks=(look(sets, 6), look(sets[:6], 5))).steps[1:]] == [6, 6]
+    told = make.record(planted.BASE, experiment=RECOMMENDATION)
+    looks = (make.look(told, sets, "2026-01-06T10:00:00Z"), make.look(told, sets[:6], "2026-01-05T10:00:00Z"))
+    assert [s.gain.sets for s in of(records, looks=looks).steps[1:]] == [6, 6]
 
 
 def counts(records: list[Any], *tried: list[Any]) -> tuple[int, int]:
