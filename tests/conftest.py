@@ -223,6 +223,16 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if states.get(pid, psutil.STATUS_ZOMBIE) != psutil.STATUS_ZOMBIE]
 
 
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """All that still run, wherever they are, with this value of a variable in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that replaces the golden texts under ``tests/data/`` by what is made now."""
     parser.addoption("--update-golden", action="store_true", help="replace the golden texts under tests/data/")

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from conftest import marked
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 WAIT_SECONDS = 60.0
@@ -90,13 +91,7 @@ def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = WAIT_
 
 def left(folder: Path) -> list[psutil.Process]:
     """Processes of the cluster that still run: daemons, steps and the jobs' own."""
-    return [
-        process
-        for process in psutil.process_iter(["environ", "status"])
-        if (process.info["environ"] or {}).get("SLURM_CONF") == str(folder / "slurm.conf")
-        and process.pid != os.getpid()
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
+    return [process for process in marked("SLURM_CONF", str(folder / "slurm.conf")) if process.pid != os.getpid()]
 
 
 def _configure(folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import busy_config
+from conftest import busy_config, marked
 from test_group import group
 from test_report import write
 from test_training_run_processes import wait_for
@@ -86,19 +86,9 @@ def kind(process: psutil.Process) -> str:
     return next((name for word, name in known.items() if word in words), "")
 
 
-def of_command(mark: str) -> list[psutil.Process]:
-    """All that still run of a command, wherever they are."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
-
-
 def of_kind(mark: str, wanted: str) -> list[int]:
     found = []
-    for process in of_command(mark):
+    for process in marked(MARK, mark):
         with contextlib.suppress(psutil.Error):
             if kind(process) == wanted:
                 found.append(process.pid)
@@ -192,7 +182,7 @@ def attack(words: list[str], kill: tuple[int, str, float], folder: Path, mark: s
     else:
         assert code in (1, 2, 128 + SIGTERM, -SIGTERM), f"{code}: {said()}"  # the last where it was just ending
     assert not ready or "Traceback" not in said(), said()
-    wait_for(lambda: not of_command(mark), GONE_SECONDS)
+    wait_for(lambda: not marked(MARK, mark), GONE_SECONDS)
     if code < 0:  # as the next command does
         sweep()
     new = [*(folder / "tmp").iterdir()]
@@ -217,7 +207,7 @@ def test_kills(name: str, place: Path, record_property: Callable[[str, object], 
     last = start([*words, "--sets", "1"] if name != "report" else [*words, "-p", "SETS", "1"], place, place.name)
     assert last.wait(300) == 0, (place / "said").read_text()
     assert Ledger(place / "out" / LEDGER).read()[0]
-    wait_for(lambda: not of_command(place.name), GONE_SECONDS)
+    wait_for(lambda: not marked(MARK, place.name), GONE_SECONDS)
     record_property("chaos", (f"kills: {name}", len(kills), "nothing left, nothing lost; goes on"))
 
 
@@ -232,7 +222,7 @@ def test_a_second_signal_ends_a_command_at_once(place: Path) -> None:
         process.wait(1)
     process.send_signal(signal.SIGINT)
     assert process.wait(3) == 128 + signal.SIGINT
-    wait_for(lambda: not of_command(place.name), GONE_SECONDS)
+    wait_for(lambda: not marked(MARK, place.name), GONE_SECONDS)
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from conftest import marked
 
 MINE = """
 import ctypes, os, random, resource, signal, subprocess, sys, threading, time
@@ -123,18 +123,6 @@ SHORT = ("loads", "leaves_0", "kills_parent", "forks")
 IN_FULL = os.environ.get("CHAOS") == "full"
 
 
-def left(mark: str) -> list[str]:
-    """Processes that were started within a comparison, by what stands in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("CHAOS_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.parametrize("side", WORKLOADS if IN_FULL else SHORT)
@@ -144,9 +132,9 @@ def test_a_side_that_misbehaves_is_blamed_and_leaves_nothing(
     (tmp_path / "mine.py").write_text(MINE)
     temporary = Path(tempfile.mkdtemp(prefix="lab"))  # a socket's path must be short
     request.addfinalizer(lambda: shutil.rmtree(temporary))
-    marked = {**os.environ, "CHAOS_MARK": side, "TMPDIR": str(temporary)}
+    environment = {**os.environ, "CHAOS_MARK": side, "TMPDIR": str(temporary)}
     words = ["compare", "mine:ok", f"mine:{side}", "--minutes", "0.1", "--device", "cpu", "--output-dir", "out"]
-    how: dict[str, Any] = {"cwd": tmp_path, "env": marked, "text": True, "stdin": subprocess.DEVNULL}
+    how: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True, "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-m", "ddpm_lab", *words], **how) as command:
         try:
@@ -167,6 +155,6 @@ def test_a_side_that_misbehaves_is_blamed_and_leaves_nothing(
     assert "The baseline failed" not in said
     assert len(said) < 100_000
     assert command.returncode == (2 if line.startswith("ddpm-lab: ") else 0 if WORKLOADS[side] == RUNS else 1), said
-    assert left(side) == []
+    assert marked("CHAOS_MARK", side) == []
     assert [file.name for file in temporary.iterdir() if "torchinductor" not in file.name] == []  # torch's own cache
     record_property("chaos", (f"a workload that misbehaves: {side}", 1, f"exit code {command.returncode}"))
