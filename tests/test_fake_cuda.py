@@ -135,10 +135,8 @@ def two_gpus(fake: Fake, tmp_path_factory: pytest.TempPathFactory, data: Path) -
 def test_a_question_of_two_gpus(two_gpus: list[dict[str, Any]], experiment: str, expected: Any) -> None:
     assert told(two_gpus, experiment, "candidate") == expected
     for record in (r for r in two_gpus if r["config"]["world_size"] == 2 and r["ranks"]):
-        assert [(rank["device"], rank["device_uuid"]) for rank in record["ranks"]] == [
-            ("cuda:0", UUIDS[0]),
-            ("cuda:1", UUIDS[1]),
-        ]
+        found = [(rank["device"], rank["device_uuid"]) for rank in record["ranks"]]
+        assert found == [("cuda:0", UUIDS[0]), ("cuda:1", UUIDS[1])]
 
 
 @pytest.mark.parametrize(("capability", "unable"), [(75, {"bf16", "tf32"}), (80, set()), (100, set())])
@@ -158,21 +156,8 @@ def test_a_gpu_that_this_torch_cannot_use_is_told(fake: Fake, how: dict[str, int
 
 def test_training_and_sampling(fake: Fake, tmp_path: Path, data: Path) -> None:
     run = tmp_path / "run"
-    words = (
-        "--network",
-        "tiny",
-        "--image-size",
-        8,
-        "--compile",
-        "off",
-        "--batch-size",
-        8,
-        "--steps",
-        3,
-        "--world-size",
-        2,
-    )
-    fake.lab("train", "--data", data, "--output-dir", run, *words, devices=2)
+    words = "--network tiny --image-size 8 --compile off --batch-size 8 --steps 3 --world-size 2"
+    fake.lab("train", "--data", data, "--output-dir", run, *words.split(), devices=2)
     (checkpoint,) = (run / "checkpoints").glob("*.pt")
     fake.lab("sample", checkpoint, "--count", 3, "--steps", 3, "--world-size", 2, "--grid", devices=2)
     assert len(list(checkpoint.with_suffix("").glob("*.png"))) == 4
