@@ -1,9 +1,12 @@
 """What people are told: no foreign text moves a cursor or begins a line, and no output that fails is a traceback."""
 
+from __future__ import annotations
+
 import ast
 import csv
 import io
 import os
+import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +30,6 @@ from ddpm_lab.measure.progress import FILE_VARIABLE, Progress
 from ddpm_lab.output import printable, say
 from ddpm_lab.questions import gate
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.record import RunRecord
 
 FOREIGN = "a\x1b[2J\x07\r\nddpm-lab: all is well\u202e\u2028\x9b1m\udcff\t"
 
@@ -161,14 +163,6 @@ def test_a_full_or_closed_output_is_one_sentence(words: str, ledger: Path, monke
         assert said.getvalue().count("\n") == 1
 
 
-def test_nobody_reads_on(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in (["summary", str(ledger)], ["run", "--help"], ["summary", "nowhere.jsonl"]):
-        unread, written = os.pipe()
-        os.close(unread)
-        with os.fdopen(written, "w") as stream:
-            assert outcome(words, monkeypatch, stdout=stream, stderr=stream) == 141
-
-
 def test_an_encoding_that_lacks_characters_ends_nothing(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = paired({64: 1.6}, {})
     Ledger(ledger.with_name("b.jsonl")).append([replace(r, data_name="\u00d7") for r in study.records])
@@ -178,4 +172,25 @@ def test_an_encoding_that_lacks_characters_ends_nothing(ledger: Path, monkeypatc
     assert outcome(words, monkeypatch, stdout=stream) == 0
     say("\u00d7")
     assert raw.getvalue().endswith(b"\\xd7\n")
-    assert isinstance(study.records[0], RunRecord)
+
+
+@pytest.mark.parametrize(
+    ("words", "buffered", "closed"),
+    [
+        ("summary a.out", "", ("stdout",)),  # written at once, in the middle of the command
+        ("--help", "1", ("stdout",)),  # written at its end
+        ("summary none.out", "1", ("stdout", "stderr")),
+    ],
+)
+def test_nobody_reads_on(tmp_path: Path, words: str, buffered: str, closed: tuple[str, ...]) -> None:
+    """As in ``ddpm-lab ... | head -1``, or with ``2>&1``."""
+    (tmp_path / "a.out").write_text('{"ddpm_lab_runs": [{"seconds": 5.0}]}\n')
+    reader, writer = os.pipe()
+    os.close(reader)
+    out, err = (writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr"))
+    command = [sys.executable, "-m", "ddpm_lab", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=err, text=True, check=False)
+    os.close(writer)
+    assert ended.returncode == 141
+    assert not ended.stderr
