@@ -1,12 +1,13 @@
 """Synthetic records of several ranks: strong and weak scaling by planted ratios, and all-reduces of planted times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from records import CPU, GPUS, on, sets
+from records import CPU, GPUS, on, sets, study
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LOST, WEAK
 from ddpm_lab.questions import exchange as exchanges
 from ddpm_lab.record import Machine, RunRecord
@@ -14,17 +15,30 @@ from ddpm_lab.record import Machine, RunRecord
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
 
 
-def strong(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+def strong(ratios: Mapping[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
     """Sets of one and of n GPUs, or CPU ranks, that share a batch; the planted ratio of each n."""
     shared = {n: (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
-    return _sets(shared, base, f"seed, batch {base.global_batch_size}", **values)
+    return _sets(shared, base, f"{base.network}, batch {base.global_batch_size}", **values)
 
 
-def weak(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+def weak(ratios: Mapping[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
     """The same with a batch for each; the planted ratio is that of the throughputs."""
     batch = base.global_batch_size
     grown = {n: (replace(base, world_size=n, global_batch_size=n * batch), ratio) for n, ratio in ratios.items()}
-    return _sets(grown, base, f"seed, batch {batch} per rank{WEAK}", primary="", **values)
+    return _sets(grown, base, f"{base.network}, batch {batch} per rank{WEAK}", **{"primary": "", **values})
+
+
+def family(batch: int, ratio: float, *, grows: bool = False, ranks: int = 8, **values: Any) -> list[RunRecord]:
+    """One and several, as a benchmark leaves them, with a batch that they share, or (``grows``) that each has."""
+    device = values.pop("device", "cuda")
+    base = RunConfig(device=device, network="seed" if device == "cuda" else "tiny", global_batch_size=batch)
+    return (weak if grows else strong)({ranks: ratio}, base, **{"seed": batch + grows, "primary": None, **values})
+
+
+def paired(shared: Mapping[int, float], grown: Mapping[int, float], **values: Any) -> Study:
+    """A study of speed-ups by a batch that is shared, and by one for each."""
+    found = [r for batch, ratio in grown.items() for r in family(batch, ratio, grows=True, **values)]
+    return study([*found, *(r for batch, ratio in shared.items() for r in family(batch, ratio, **values))])
 
 
 def switched_off(base: RunConfig = ONE) -> list[RunRecord]:
@@ -35,11 +49,21 @@ def switched_off(base: RunConfig = ONE) -> list[RunRecord]:
     return on(GPUS if base.device == "cuda" else CPU, sets(off, baseline=two, **values))
 
 
-def _sets(of: dict[int, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any) -> list[RunRecord]:
+def _sets(
+    of: dict[int, tuple[RunConfig, float]],
+    base: RunConfig,
+    family: str,
+    failed: tuple[str, str] | None = None,
+    **values: Any,
+) -> list[RunRecord]:
+    """Sets of several numbers, or of one alone, of which each of several has ``failed``, if so: status and reason."""
     unit, machine = ("GPU", GPUS) if base.device == "cuda" else ("rank", CPU)
     candidates = {f"{n} {unit}s": row for n, row in of.items()}
-    common = {"baseline_label": f"1 {unit}", "experiment": "multi_gpu", "primary": list(candidates)[-1], **values}
-    return on(machine, sets(candidates, baseline=base, family=family, **common))
+    if failed:
+        values["failures"] = {label: (config, *failed) for label, (config, _) in candidates.items()}
+        candidates = {}
+    common = {"baseline_label": f"1 {unit}", "experiment": "multi_gpu", "primary": next(reversed(candidates), "")}
+    return on(machine, sets(candidates, baseline=base, family=family, **{**common, **values}))
 
 
 def all_reduces(

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from paired_records import alone, family, nothing_ran, paired
 from records import study
+from scaled_records import ONE, family, paired, strong
 
 from ddpm_lab import files
 from ddpm_lab.__main__ import _parser
@@ -27,13 +28,16 @@ from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.reports import benchmark
 
+ALONE = replace(ONE, global_batch_size=256)
 STUDIES = {
     "gpus": paired({16: 0.8, 32: 1.05, 64: 1.6}, {32: 6.45}, set_noise=0.001),
     "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),
     "failed": study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "a | b <script>alert(1)</script>"))]),
-    "all failed": nothing_ran("signal 9"),
-    "one alone": alone(single=True),
-    "several alone": alone(single=False),
+    "all failed": study(
+        [replace(r, status="crashed", reason="signal 9", windows=(), ranks=()) for r in family(64, 1.6)]
+    ),
+    "one alone": study(strong({}, ALONE)),
+    "several alone": study(strong({}, replace(ALONE, world_size=8), baseline_label="8 GPUs")),
 }
 
 

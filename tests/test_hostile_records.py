@@ -18,8 +18,8 @@ import nbformat
 import pytest
 import records as make
 from drawn_studies import STUDIES
-from paired_records import paired
 from planted_machines import profiled, told
+from scaled_records import paired
 from test_report import PIXEL
 
 from ddpm_lab.config import RunConfig

@@ -18,8 +18,8 @@ import records as make
 from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
-from paired_records import paired
 from PIL import Image
+from scaled_records import paired
 
 import ddpm_lab
 from ddpm_lab.__main__ import main

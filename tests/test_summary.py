@@ -12,7 +12,7 @@ import records as make
 from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
-from paired_records import family, paired
+from scaled_records import family, paired
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
