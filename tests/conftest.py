@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,6 +232,13 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
                 found.append(process)
     return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,10 +22,9 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import busy_config, marked
+from conftest import busy_config, marked, wait_for
 from test_group import group
 from test_report import write
-from test_training_run_processes import wait_for
 
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger

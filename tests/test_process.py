@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import alive
+from conftest import alive, wait_for
 from fresh_processes import context, write_marks
 
 from ddpm_lab.checks import ConfigError
@@ -25,15 +25,11 @@ from ddpm_lab.measure.rank import make_workload
 from ddpm_lab.workload import RankContext
 
 
-def _fresh(path: Path) -> Heartbeat:
-    path.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
-    return Heartbeat(path)
-
-
 @pytest.mark.slow
 def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     """A torn mark would look like a rank that has been silent since the machine started."""
-    beat = _fresh(tmp_path / "beat")
+    (tmp_path / "beat").write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
+    beat = Heartbeat(tmp_path / "beat")
     writer = multiprocessing.get_context("spawn").Process(target=write_marks, args=(tmp_path / "beat", 2.0))
     writer.start()
     seen = 0
@@ -67,10 +63,7 @@ def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
     kill(os.kill, process.pid, ticks)
     assert alive([member]) == [member]
     kill(os.killpg, leader.pid, started)
-    deadline = time.monotonic() + 10
-    while alive([member]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alive([member]) == []
+    wait_for(lambda: not alive([member]), 10)
 
 
 @pytest.mark.parametrize(

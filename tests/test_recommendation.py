@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ import planted_search as planted
 import psutil
 import pytest
 import records as make
-from conftest import Call, alive
+from conftest import Call, alive, wait_for
 from matplotlib.text import Text
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, OWN, ExchangeConfig, RunConfig
@@ -462,15 +461,10 @@ def test_a_killed_search_goes_on_and_its_answer_trains(tmp_path: Path, call: Cal
         return [r for r in ledger.read()[0] if r.experiment == experiment and r.set_id]
 
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-        deadline = time.monotonic() + 300
-        while not measured(SEARCH) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: measured(SEARCH), 300)
         everything = [p.pid for p in psutil.Process(run.pid).children(recursive=True)]
         os.kill(run.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while alive(everything) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive(everything) == []
+    wait_for(lambda: not alive(everything), 30)
     before = measured(SEARCH)
     assert {r.role for r in before} == {"baseline", "twin", "candidate"}
     subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

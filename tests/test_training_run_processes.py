@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import wait_for
 from test_training import equal
 from test_training_run import logged, steps_in
 
@@ -55,13 +56,6 @@ def finished(arguments: list[str], code: int = 0) -> str:
         _, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     return err
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def _killed_often(arguments: list[str], checkpoints: Path, seed: int) -> list[int]:
