@@ -24,7 +24,7 @@ from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.data.synthetic import generate
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+def png(pixels: npt.NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
@@ -167,6 +167,8 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Payload:
+    """Calls a function when it is unpickled."""
+
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
 

@@ -27,7 +27,7 @@ import torch
 from drawn_studies import STUDIES
 from matplotlib import pyplot as plt
 from PIL import Image
-from test_archives import make_7z, make_tar
+from test_archives import make_7z, make_tar, png
 from test_checkpoint import made
 
 from ddpm_lab.__main__ import GROUPS, _parser
@@ -278,9 +278,8 @@ def test_archives(attack: Any, tmp_path: Path) -> None:
     """A damaged archive is unpacked inside its folder, or named; its pickles take neither memory nor time."""
     pixels = np.zeros((2, 3072), np.uint8)
     pickles = [pickle.dumps({b"data": pixels, b"labels": [0, (1, 2)]}, protocol=p) for p in (0, 1, 2, 3, 4, 5)]
-    image = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(image, "PNG")
-    whole = make_7z(tmp_path / "a.7z", {"train/1.png": image.getvalue()}).read_bytes()
+    image = png(np.zeros((4, 4, 3), np.uint8))
+    whole = make_7z(tmp_path / "a.7z", {"train/1.png": image}).read_bytes()
     folder, before = tmp_path / "in" / "out", {tmp_path / "a.7z", tmp_path / "a.tar.gz", tmp_path / "in"}
 
     def one(rng: Random) -> None:

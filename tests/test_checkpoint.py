@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_archives import Payload
 from torch import Tensor, nn
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
@@ -90,16 +91,6 @@ def test_what_cannot_be_written_leaves_the_old_checkpoint(tmp_path: Path, monkey
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.target}",)
-
-
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_payload_is_refused_and_not_run(
     tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, forced: bool
@@ -107,7 +98,7 @@ def test_a_payload_is_refused_and_not_run(
     if forced:  # what people set to get old files loaded
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     target, path = tmp_path / "run", tmp_path / "a.pt"
-    payload, weights = Payload(target), content["weights"]
+    payload, weights = Payload(os.system, f"touch {target}"), content["weights"]
     files = [_bytes(payload), _bytes({**content, "text": payload}), pickle.dumps(payload)]
     files += [_bytes({**content, "weights": {**weights, "stem.weight": payload}})]
     files += [_bytes({**content, "weights": {**weights, payload: torch.zeros(1)}}), pickle.dumps(payload) + files[0]]

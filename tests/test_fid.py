@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import torch
 from conftest import Call
 from fresh_processes import context
 from PIL import Image
+from test_archives import Payload
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
@@ -113,16 +113,6 @@ def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, 
 # What it needs
 
 
-class Malicious:
-    """A pickle that runs code when it is read without care."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (self.path, "ran"))
-
-
 def test_missing_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
     if all(map(find_spec, module.PACKAGES)):
         asked = ("--preset", "smoke", "--inception", tmp_path / "weights.pth", "--output-dir", tmp_path / "out")
@@ -144,7 +134,7 @@ def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path)
         "cut": content[:1_000_000],
         "tensor": torch.zeros(3),
         "missing": state,
-        "malicious": {**state, "harm": Malicious(tmp_path / "harm")},
+        "malicious": {**state, "harm": Payload(Path.write_text, tmp_path / "harm", "ran")},
     }.items():
         file = tmp_path / name
         torch.save(bad, file)

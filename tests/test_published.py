@@ -12,6 +12,7 @@ import pytest
 import records as make
 from conftest import Call
 from PIL import Image, ImageFilter
+from test_archives import png as encoded
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import selection
@@ -166,13 +167,6 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     text = next(t for ax in drawn.axes for t in ax.texts if "1.50" in t.get_text())
     text.set_text(text.get_text().replace("1.50", "1.56"))
     assert not published.same_picture(figure, png(drawn))
-
-
-def encoded(pixels: np.ndarray) -> bytes:
-    """PNG bytes of an RGB array."""
-    stream = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def test_of_two_machines_one_must_be_named(tmp_path: Path, call: Call) -> None:
