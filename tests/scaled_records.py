@@ -13,6 +13,7 @@ from ddpm_lab.questions import exchange as exchanges
 from ddpm_lab.record import Machine, RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
+TWO = RunConfig(world_size=2)
 
 
 def strong(ratios: Mapping[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
@@ -64,6 +65,16 @@ def _sets(
         candidates = {}
     common = {"baseline_label": f"1 {unit}", "experiment": "multi_gpu", "primary": next(reversed(candidates), "")}
     return on(machine, sets(candidates, baseline=base, family=family, **{**common, **values}))
+
+
+def exchanged(ratio: float, base: RunConfig = TWO, **values: Any) -> list[RunRecord]:
+    """Ranks that exchange nothing are so many times as fast, and those with a bf16 hook 1.1 times."""
+    rows = {
+        exchanges.NO_EXCHANGE: (replace(base, exchange=ExchangeConfig(enabled=False)), ratio),
+        "bf16 hook": (replace(base, exchange=ExchangeConfig(hook="bf16")), 1.1),
+    }
+    common: dict[str, Any] = {"baseline_label": exchanges.BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
+    return sets(rows, baseline=base, **{**common, "family": "tiny, batch 32, 2 ranks", **values})
 
 
 def all_reduces(

@@ -3,22 +3,19 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import records as make
 from cells import column
-from scaled_records import all_reduces
+from scaled_records import TWO, all_reduces, exchanged
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
-from ddpm_lab.explain.selection import RECOMMENDATION
+from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
 from ddpm_lab.plan import Family
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.exchange import (
-    BASELINE,
     NO_EXCHANGE,
     all_reduce,
     bus_bandwidth,
@@ -27,9 +24,7 @@ from ddpm_lab.questions.exchange import (
     label,
     message_bytes,
 )
-from ddpm_lab.record import RunRecord
 
-BASE = RunConfig(world_size=2)
 ALPHA, BETA = 2e-4, 1e-9
 
 
@@ -78,25 +73,14 @@ def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
         exchange(setup(), world_sizes=[1, 2])
 
 
-def settings(ratio: float, base: RunConfig = BASE, **values: Any) -> list[RunRecord]:
-    """Ranks that exchange nothing are so many times as fast, and those with a bf16 hook 1.1 times."""
-    rows = {
-        NO_EXCHANGE: (dataclasses.replace(base, exchange=ExchangeConfig(enabled=False)), ratio),
-        "bf16 hook": (dataclasses.replace(base, exchange=ExchangeConfig(hook="bf16")), 1.1),
-    }
-    common: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
-    return make.sets(rows, baseline=base, **{**common, "family": "tiny, batch 32, 2 ranks", **values})
-
-
 def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_leads() -> None:
-    twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
-    halved = settings(1.9, twice, family="tiny, batch 64, 2 ranks, one exchange in 2", primary="")
-    found = answer(make.study([*settings(1.25), *halved])).finding
+    twice = dataclasses.replace(TWO, global_batch_size=64, accumulation=2)
+    halved = exchanged(1.9, twice, family="tiny, batch 64, 2 ranks, one exchange in 2", primary="")
+    found = answer(make.study([*exchanged(1.25), *halved])).finding
     assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
     shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
     assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
-    assert "% shorter" not in answer(make.study(settings(1.0))).finding.claim
-    assert len(answer(make.study(settings(1.9), RECOMMENDATION)).table()) == 1, "no exchange is no advice"
+    assert "% shorter" not in answer(make.study(exchanged(1.0))).finding.claim
 
 
 # --- all_reduce -------------------------------------------------------------------------------------------------------

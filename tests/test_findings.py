@@ -11,16 +11,15 @@ import peer_records
 import pytest
 import records as make
 from drawn_studies import STUDIES
-from scaled_records import all_reduces
+from scaled_records import all_reduces, exchanged
 from setups import setup
 
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import findings, phrases, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.questions.exchange import NO_EXCHANGE
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -31,22 +30,12 @@ def amp(ratio: float = 1.62, **values: Any) -> Study:
     return make.study(make.sets({"bf16": (BF16, ratio)}, **values))
 
 
-def exchange() -> Study:
-    base = RunConfig(world_size=2)
-    rows = {
-        NO_EXCHANGE: (replace(base, exchange=ExchangeConfig(enabled=False)), 1.25),
-        "bf16 hook": (replace(base, exchange=ExchangeConfig(hook="bf16")), 1.1),
-    }
-    named: dict[str, Any] = {"baseline_label": "default", "experiment": "exchange", "primary": "bf16 hook"}
-    return make.study(make.sets(rows, baseline=base, family="tiny, batch 32, 2 ranks", **named))
-
-
 GOLDEN: dict[str, Callable[[], Study]] = {
     "all_reduce": lambda: make.study(all_reduces(lambda ranks, size: 2 * (ranks - 1) * (2e-4 + size / ranks * 1e-9))),
     "amp": lambda: amp(failures={"fp16": (RunConfig(seed=9), "oom", "90 GiB asked")}, crowded=[(0, 0), (0, 1)]),
     "batch_size": STUDIES["batch sizes"],
     "claims": lambda: claimed.study([*claimed.sets(), *claimed.wrong()]),
-    "exchange": exchange,
+    "exchange": lambda: make.study(exchanged(1.25)),
     "multi_gpu": STUDIES["strong and weak, two CPU ranks"],
     "peers": lambda: peer_records.WHOLE,
     "profile": lambda: make.study([make.time_budget()], "profile"),
