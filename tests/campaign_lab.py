@@ -36,7 +36,6 @@ class Lab:
         self.primaries: list[list[str]] = []  # of each set, labels that are marked as primary
         self.turns: list[int] = []  # of each set
         self.loads: list[float] = []  # cores that others take in the sets to come; none once it is empty
-        self.state: dict[str, float | None] = {}  # of the machine in every window
         self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
@@ -86,7 +85,7 @@ class Lab:
             "step_seconds": (1.0,),
         }
         place: dict[str, Any] = {"turn": 0, "position": 0, "start_seconds": 0.0, "data_seconds": (0.0,)}
-        window = Window(images=32, steps=1, others_cores=load, state=self.state, **times, **place)
+        window = Window(images=32, steps=1, others_cores=load, **times, **place)
         return make.record(
             member.config,
             role=member.role,

@@ -8,7 +8,6 @@ import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.ledger import PUBLISHED, Ledger
@@ -70,19 +69,11 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="1000 CPU ranks need 1000 cores"):
-        experiments.run("multi_gpu", device="cpu", world_sizes=[1000], output_dir=out)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(DataError, match="empty"):
-        experiments.run("amp", data=str(empty), output_dir=out)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="choose another --output-dir"):
-        experiments.run("amp", preset="smoke", output_dir=tmp_path / "file")
     with pytest.raises(LedgerError, match="there is no ledger"):
         experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
-    assert experiments.recommendation(output_dir=out).study.records == (), "quick without minutes measures nothing"
+    assert experiments.recommendation(output_dir=tmp_path / "out").study.records == (), (
+        "quick without minutes measures nothing"
+    )
     monkeypatch.delattr(experiments, "measure")
     for published in ("False", 0, "yes"):
         with pytest.raises(ConfigError, match=f"published is {published!r}"):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
@@ -33,6 +34,13 @@ def without(folder: Path, *packages: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(CHECKOUT)])}
 
 
+def lab(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """What a command of the lab says there."""
+    command = [sys.executable, "-m", "ddpm_lab", *words]
+    how: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, **how, check=False, timeout=600)
+
+
 @pytest.mark.slow
 def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
     environment = without(tmp_path / "blocked", "torch", "torchvision")
@@ -44,35 +52,26 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
     assert shown.stdout == "all\n", shown.stderr
     assert "No module named 'torch'" in shown.stderr, "torch was not blocked, so this test showed nothing"
     Ledger(tmp_path / "l.jsonl").append(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}))
-    command = [sys.executable, "-m", "ddpm_lab", "figures", "--ledger", "l.jsonl", "--output-dir", "."]
-    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    shown = lab(tmp_path, environment, "figures", "--ledger", "l.jsonl", "--output-dir", ".")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert (tmp_path / "image_output" / "03_amp.png").is_file()
     for words in (["run", "amp"], ["train", "--steps", "9", "--output-dir", "run"]):
-        shown = subprocess.run(
-            [*command[:3], *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        shown = lab(tmp_path, environment, *words)
         assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
         assert shown.stderr.startswith("ddpm-lab: torch is not installed here")
 
 
 @pytest.mark.slow
 def test_a_report_says_which_package_it_lacks(tmp_path: Path) -> None:
-    environment = without(tmp_path / "blocked", "nbformat", "papermill")
-    command = [sys.executable, "-m", "ddpm_lab", "report", "--output-dir", "."]
-    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    shown = lab(tmp_path, without(tmp_path / "blocked", "nbformat", "papermill"), "report", "--output-dir", ".")
     assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
     assert "is not installed here" in shown.stderr
 
 
 @pytest.mark.slow
 def test_the_half_that_measures_needs_no_scipy(tmp_path: Path) -> None:
-    packages = ("scipy", "matplotlib", "papermill", "IPython")
-    environment = without(tmp_path / "blocked", *packages)
-    command = [sys.executable, "-m", "ddpm_lab", "run", "amp", "--preset", "smoke", "--json", "--output-dir", "out"]
-    shown = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
+    environment = without(tmp_path / "blocked", "scipy", "matplotlib", "papermill", "IPython")
+    shown = lab(tmp_path, environment, *["run", "amp", "--preset", "smoke", "--json", "--output-dir", "out"])
     assert shown.returncode == 0, shown.stderr
     (answer,) = json.loads(shown.stdout)
     ledger = tmp_path / "out" / "trace_output" / "ledger.jsonl"

@@ -57,13 +57,6 @@ def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
     assert "2 cores" in answer(study(records)).finding.notes[1]
 
 
-def test_families_that_do_not_scale_are_left_to_others() -> None:
-    with_lost, without = study(strong({2: 1.6}), switched_off()), study(strong({2: 1.6}))
-    assert answer(with_lost).table() == answer(without).table()
-    advised = [*with_lost.records, *weak({2: 1.9})]  # without an exchange nothing is trained; other batches are no gain
-    assert len(answer(make.study(advised, "recommendation")).table()) == 1
-
-
 # --- one rank or several ----------------------------------------------------------------------------------------------
 
 

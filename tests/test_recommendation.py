@@ -28,7 +28,7 @@ from ddpm_lab.config import DDPM, LOADER_ALONE, OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK, Family, Plan, Value
+from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Family, Plan, Value
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
@@ -379,7 +379,7 @@ def test_headline_figure_and_table_are_of_one_source_and_the_other_is_a_further_
 
 
 def test_what_is_no_change_of_a_training_is_left_out_of_the_table() -> None:
-    """Other trainers, other work, the loader alone, ranks that exchange nothing, and steps with more images."""
+    """Other trainers and work, the loader alone, ranks that exchange nothing, more images, parts of lost scaling."""
     two, alone = RunConfig(world_size=2), RunConfig(loader="files", workload=LOADER_ALONE)
     silent = replace(two, exchange=ExchangeConfig(enabled=False))
     weak: dict[str, Any] = {"experiment": "multi_gpu", "family": f"tiny, batch 32 per rank{WEAK}"}
@@ -389,6 +389,7 @@ def test_what_is_no_change_of_a_training_is_left_out_of_the_table() -> None:
         make.sets({"2 workers": (replace(alone, loader_workers=2), 9.0)}, baseline=alone, experiment="workers"),
         make.sets({"no exchange": (silent, 9.0)}, baseline=two, experiment="exchange"),
         make.sets({"2 ranks": (replace(two, global_batch_size=64), 1.9)}, **weak),
+        make.sets({"ready batches": (replace(two, loader="still"), 9.0)}, baseline=two, family=f"tiny{LOST}"),
     ]
     shown = answer(study(amp(), memory(0.8), *others, harm=0.0)).table()
     usable = [(row["Change"], row["Verdict"], row["May be used"]) for row in shown]
