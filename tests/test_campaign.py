@@ -358,10 +358,9 @@ def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and
     assert not lab.run(ONE, seconds=60).crowded_out, "one disturbed set where the time ends is no busy machine"
 
 
-EXACT: dict[str, Any] = {"set_noise": 0.0, "turn_noise": 0.0}
+# --- what the records hold -------------------------------------------------------------------------------------------
 
-
-BASE, FAST, TWO = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
+BASE, FAST = RunConfig(), RunConfig(precision="bf16")
 
 
 def test_a_set_counts_where_both_sides_and_the_twin_are_whole() -> None:
@@ -389,7 +388,7 @@ def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
 
 
 def test_the_time_of_the_baseline_is_the_mean_with_its_twins() -> None:
-    held = Held(make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=1, **EXACT))
+    held = Held(make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=1, set_noise=0.0, turn_noise=0.0))
     assert held.log_ratios(BASE.run_id, BASE.run_id) == pytest.approx([math.log(1.1)])
     assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5) - math.log(1.1) / 2])
 
