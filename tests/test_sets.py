@@ -162,6 +162,8 @@ def test_a_set_that_no_longer_fits_in_its_turns_is_not_restarted_for_as_many(
     assert [(r.plan.turns, len(r.windows)) for r in records] == [(1, 1)] * 2
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_who_does_not_sleep_while_others_are_measured_is_refused(instrument: Instrument, short_plan: Plan) -> None:
     records = measured(instrument, short_plan, ("humming", busy_config(hums=True)))
     assert [r.status for r in records] == ["ok", "ok", "refused"]
