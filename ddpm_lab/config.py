@@ -130,6 +130,8 @@ class ExchangeConfig:
                 raise ConfigError(f"{given}: where nothing is exchanged it would change nothing; leave it out")
 
 
+LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
+"""Settings that decide what is learned, beside the optimizer's."""
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
 """Settings that change no bit of the weights that are learned, and their values where only that matters."""

@@ -168,13 +168,14 @@ class Value(NamedTuple):
 class Space:
     """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
 
-    ``guess`` is what is thought to be fast, and tried first.
+    ``guess`` is what is thought to be fast, and tried first; ``only`` are values that settings were held to.
     """
 
     baseline: RunConfig
     settings: Mapping[str, tuple[Value, ...]]
     guess: Cell = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (label, reason)
+    only: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, keys)
 
     @property
     def start(self) -> Cell:
@@ -202,7 +203,7 @@ class Space:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, without the baseline."""
-        names = ("settings", "guess", "left_out")
+        names = ("settings", "guess", "left_out", "only")
         values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
         return values
 
@@ -213,6 +214,7 @@ class Space:
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
             guess=tuple(values["guess"]),
             left_out=tuple((label, reason) for label, reason in values["left_out"]),
+            only=tuple((name, tuple(keys)) for name, keys in values.get("only", ())),
         )
 
 

@@ -372,12 +372,16 @@ class Parts(TypedDict, total=False):
     codes: tuple[str, ...]
 
 
-class Choices(TypedDict):
-    """A space as ``plan.Space`` writes it."""
-
+class _Choices(TypedDict):
     settings: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]]
     guess: tuple[Count, ...]
     left_out: tuple[tuple[str, str], ...]
+
+
+class Choices(_Choices, total=False):
+    """A space as ``plan.Space`` writes it."""
+
+    only: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

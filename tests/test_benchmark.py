@@ -24,7 +24,7 @@ from ddpm_lab.cli import report
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import Experiment
+from ddpm_lab.plan import LOST, Experiment
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.reports import benchmark
 
@@ -165,6 +165,16 @@ def test_a_network_that_was_measured_before_is_no_part_of_it() -> None:
     both = study([*family(32, 1.8, device="cpu", ranks=2), *last])
     assert benchmark.comparison(both) == benchmark.comparison(study(last))
     assert len(benchmark.comparison(both)) == 1
+    ranks = [replace(r, mechanism_only=r.role != "baseline") for r in family(16, 1.0, device="cpu", ranks=2)]
+    lost = [replace(r, family=f"{r.family}{LOST}") for r in family(16, 1.0, device="cpu", ranks=2)]
+    for more in (ranks, lost):  # of a machine with one GPU, and parts of the lost scaling: no row of a speed
+        assert benchmark.comparison(study([*last, *more])) == benchmark.comparison(study(last))
+
+
+def test_sets_that_others_disturbed_give_no_speed() -> None:
+    lost = study(family(32, 1.6, device="cpu", ranks=2, crowded=range(6)))
+    for row in (benchmark.to_dict(lost, r) for r in benchmark.rows(lost)):
+        assert {row[name] for name in benchmark.SPEEDS} == {None}
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import records as make
 from cells import column
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
 
-from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain import findings, phrases, stats
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
@@ -52,6 +52,9 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     there = make.sets(rival, baseline=small, baseline_label=OURS, family="ddpm, batch 8", count=7, **COMMON)
     both = study(*WHOLE.records, *rows, *there)
     assert "NCHW" not in {r.label for r in peers.other_trainers(both)}
+    assert answer(both).finding.ratio == answer(WHOLE).finding.ratio, "of the network that its evidence is about"
+    (lever,) = (c for c in comparisons(both) if c.label == "NCHW")
+    assert findings.command_of(both, lever) == "ddpm-lab run peers --batch-size 32 --parts levers"
     (levers,) = (rows for caption, rows in answer(both).tables() if caption.startswith("What each setting"))
     assert column(levers, "Configuration")[-1] == "NCHW"
     families = ["ddpm, batch 8", *(FAMILY + end for end in ("", SAMPLING, BOTH_FP32))]

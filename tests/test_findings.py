@@ -185,10 +185,11 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (row(1.6, count=2), "ddpm-lab run amp --batch-size 8"),
         (reached, "ddpm-lab run amp --batch-size 8"),  # a resolution that is reached asks for nothing
         (sides, "ddpm-lab compare main 'my side'"),
-        (large, "ddpm-lab run amp --network seed --data DATA --image-size 64 --batch-size 32"),
+        (large, "ddpm-lab run amp --network seed --image-size 64 --data DATA --batch-size 32"),
         (row(1.6, replace(BASE, device="cuda"), count=2), "ddpm-lab run amp --network tiny --batch-size 8"),
         (row(1.6, replace(BASE, seed=3), count=2), "ddpm-lab run amp --seed 3 --batch-size 8"),
-        (row(1.6, replace(BASE, network="seed"), experiment="peers", count=2), "ddpm-lab run peers"),
+        (row(1.6, replace(BASE, network="seed"), experiment="peers", count=2), "ddpm-lab run peers --batch-size 8"),
+        (row(1.6, experiment="quality", count=2), "ddpm-lab run quality --batch-size 8"),
     ):
         shown = make.study(make.sets({}, data_name="1 of my images" if found is large else "synthetic images"))
         assert findings.way_out_of(shown, found) == command
@@ -200,6 +201,22 @@ def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
     here = make.study(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.6)}, count=2)))
     assert answer(here).finding.way_out == "ddpm-lab run amp --device cpu --batch-size 32"
     assert "--batch-size 32 --device cpu --precision fp32 " in findings.command_of_step(here, RunConfig())
+    assert "--device" not in findings.command_of_step(here, RunConfig(device="cuda")), "that is the usual one there"
+
+
+def test_a_command_names_images_where_they_were_ones_own() -> None:
+    mine = make.sets({"2 workers": (RunConfig(data_sha256="ab"), 1.0)}, baseline=RunConfig(data_sha256="ab", seed=1))
+    both = [*make.sets({"bf16": (BF16, 1.6)}, count=2), *(replace(r, data_name="1 of my images") for r in mine)]
+    assert [findings.where_of(make.study(both), c) for c in (BF16, mine[0].config)] == [[], ["--data", "DATA"]]
+
+
+def test_a_command_names_the_folder_whose_records_it_goes_on_with(tmp_path: Path) -> None:
+    there = replace(amp(count=2), output_dir=tmp_path / "my results")
+    asked = f"ddpm-lab run amp --output-dir '{tmp_path}/my results' --batch-size 32"
+    assert answer(there).finding.way_out == asked
+    assert "--output-dir" not in answer(replace(there, published=True)).finding.way_out
+    words = shlex.split(findings.command_of_step(there, BASE))
+    assert words[words.index("--output-dir") + 1] == f"{tmp_path}/my results"
 
 
 def test_of_several_networks_a_headline_names_its_own() -> None:

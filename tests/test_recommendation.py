@@ -199,10 +199,24 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
     assert told == pytest.approx(ends, abs=0.006)
 
 
+def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None:
+    space = replace(planted.SPACE, only=(("precision", ("bf16", "fp32")), ("batch", ("8",))))
+    asked = question.answer(study(planted.searched(space))).finding.way_out
+    assert asked.endswith(" --network tiny --batch-size 8 --only precision=bf16,fp32 --only batch=8 --seeds 8")
+
+
 def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:
     records = [r for r in planted.searched(winner=(0, 0, 0, 0)) if r.experiment != SEARCH]
     found = question.answer(study(records)).finding
-    assert (found.status, found.way_out) == (stats.TOO_FEW, "ddpm-lab recommend")
+    assert (found.status, found.way_out) == (stats.TOO_FEW, "ddpm-lab recommend --network tiny --batch-size 8")
+
+
+def test_an_open_page_of_ones_own_training_names_it() -> None:
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"),))
+    bf16 = replace(own, precision="bf16")
+    for disturbed, count in ((range(6), 6), ((), 3)):
+        found = answer(study(make.sets({"bf16": (bf16, 1.6)}, baseline=own, crowded=disturbed, count=count))).finding
+        assert found.way_out == "ddpm-lab report --workload mine:make"
 
 
 def test_a_search_goes_on_after_a_set_that_others_disturbed() -> None:
@@ -290,6 +304,11 @@ def together(ratio: float) -> list[RunRecord]:
 
 
 OPEN = amp(1.0, set_noise=0.04)
+LOADER = make.sets(
+    {"2 workers": (RunConfig(loader="files", loader_workers=2), 3.0)},
+    baseline=RunConfig(loader="files"),
+    experiment="workers",
+)
 IN_BF16 = make.sets(
     {"compiled": (replace(NARROW, compile="whole"), 1.47)}, baseline=NARROW, experiment="torch_compile", family="bf16"
 )
@@ -310,6 +329,8 @@ SEED = RunConfig(network="seed")
         (study(amp(), memory(), together(1.35)), "freed memory kept", findings.ANSWERED, ""),
         (study(amp(), memory(), together(0.9), harm=0.0), "bf16", findings.ANSWERED, ""),
         (study(amp(), memory(), together(1.2), harm=0.0), "bf16", findings.ANSWERED, ""),  # alone it is faster still
+        # What is faster beside a slow baseline of its own is no reason to leave a combination.
+        (study(amp(), memory(), LOADER, together(1.35), harm=0.0), ALL, findings.ANSWERED, ""),
         (study(amp(), memory(), harm=0.05), "freed memory kept", findings.ANSWERED, ""),
         (study(amp(0.8), memory(), harm=0.0), "freed memory kept", findings.ANSWERED, ""),
         (study(amp()), "bf16", question.UNTRIED, "ddpm-lab run amp --batch-size 32 --seeds 8"),
@@ -319,7 +340,7 @@ SEED = RunConfig(network="seed")
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
         (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
-        (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "make report"),
+        (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),
         (study(), None, quality.NOT_MEASURED, "ddpm-lab report"),
         # Of the network of most questions, whatever was measured of another since.
         (study(amp(), memory(), SEED_MEMORY, harm=0.0), "bf16", findings.ANSWERED, ""),

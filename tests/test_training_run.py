@@ -23,7 +23,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.processor import multiplies_bf16
-from ddpm_lab.training import training_run
+from ddpm_lab.training import run_folder, training_run
 from ddpm_lab.training.checkpoint import read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
@@ -338,3 +338,11 @@ def test_a_signal_in_a_finalizer_which_drops_what_is_raised_ends_the_run_all_the
     with Stop(), pytest.raises(Stopped):
         time.sleep(5 * bool(Finalized()))
     assert sys.unraisablehook is before
+
+
+def test_a_run_is_as_fast_as_its_last_settings(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    bf16 = dataclasses.replace(CONFIG, precision="bf16")
+    for steps, config in ((10, CONFIG), (14, CONFIG), (20, bf16), (23, bf16)):
+        ranks()
+        run(tmp_path, steps, config=config, **NEVER)
+    assert run_folder.trained(tmp_path, CONFIG.global_batch_size)[:2] == (23, 9)

@@ -63,6 +63,8 @@ WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 TRACKED = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
 """Numbers of a comparison that a tracker gets beside its ratio."""
+SPEEDS = TRACKED[:2]
+"""Those that only sets that count have."""
 STRATEGY = "strategy"
 """A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
 
@@ -216,7 +218,7 @@ def log_study(kind: str, study: Study) -> None:
         to.call("log_others", tracking.environment(last.environment) | said)
         for r in rows:
             values = {"ratio": r.ratio.value, "low": r.ratio.low, "high": r.ratio.high}
-            values |= {name: float(getattr(r, name)) for name in TRACKED}
+            values |= {name: float(getattr(r, name)) for name in TRACKED if r.sets or name not in SPEEDS}
             to.metrics({f"{r.label}/{name}": value for name, value in values.items()})
             words = ("role", "status", "verdict", "quality")
             to.call("log_others", {f"{r.label}/{name}": getattr(r, name) for name in words})

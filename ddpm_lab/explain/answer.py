@@ -137,7 +137,7 @@ def row(c: Comparison, name: str = "") -> Row:
         low=c.ratio.low,
         high=c.ratio.high,
         colour=COLOURS.get(c.verdict, charts.OPEN),
-        dots=c.set_ratios if c.sets > 1 else (),
+        dots=c.set_ratios[: c.sets] if c.sets > 1 else (),
         text=phrases.times(c.ratio).replace(" (", "  (").replace(" to ", phrases.DASH),
     )
 

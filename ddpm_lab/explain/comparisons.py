@@ -30,12 +30,13 @@ class Comparison:
     """One configuration of a family beside its baseline; values that do not exist are NaN.
 
     ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
-    baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and ``noise`` is the
-    ratio of the family's twin. ``p`` is the p-value, of secondary comparisons adjusted over those with its baseline,
-    and ``level`` what it is held against. ``why`` says where the verdict is not what the interval alone would say.
-    ``images_per_second`` is the geometric mean over sets of their medians, ``joules_per_image`` what the energy
-    counters of all GPUs say. ``set_seconds`` is what a set takes with baseline, twin and this configuration.
-    ``baseline`` is the configuration of the baseline, or its own without one.
+    baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and after them of
+    those that were measured since it was called; ``noise`` is the ratio of the family's twin. ``p`` is the p-value, of
+    secondary comparisons adjusted over those with its baseline, and ``level`` what it is held against. ``why`` says
+    where the verdict is not what the interval alone would say. ``images_per_second`` is the geometric mean over sets of
+    their medians, ``joules_per_image`` what the energy counters of all GPUs say. ``set_seconds`` is what a set takes
+    with baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or its own without
+    one.
     """
 
     experiment: str

@@ -6,13 +6,15 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import WEAK, WHOLE_QUESTION, usual_network
+from ddpm_lab.files import output_folder
+from ddpm_lab.plan import LEVERS, WEAK, WHOLE_QUESTION, usual_network
 from ddpm_lab.record import gradient_fault
 
 _SUBJECTS = {
@@ -353,30 +355,32 @@ def command_of(study: Study, row: Comparison) -> str:
         words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != usual_network(config.device, row.experiment):
         words += ["--network", config.network]
-    words += ["--data", "DATA"] * (study.own_images and not config.is_own)
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
     words += ["--seed", str(config.seed)] * (config.seed != 0)
-    return " ".join([*words, *where_of(study), *_options(row)])
+    return " ".join([*words, *where_of(study, config), *_options(row)])
 
 
 def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "run", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
-    words += ["--batch-size", str(config.global_batch_size), *where_of(study)]
+    words = ["ddpm-lab", "run", "bottleneck", "--network", config.network]
+    words += ["--batch-size", str(config.global_batch_size), *where_of(study, config)]
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OF_STEP:
         named = name in changed or name in _LEFT_OPEN
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
     words += ["--config", "FILE"] if changed - {*_OF_STEP, *_CHOSEN} else []
-    words += ["--only", ",".join(only), "--resolution", "2%"] if only else []
-    return shlex.join(words)
+    words += ["--only", shlex.quote(",".join(only)), "--resolution", "2%"] if only else []
+    return " ".join(words)
 
 
-def where_of(study: Study) -> list[str]:
-    """The words that name the device of a study, where a command would choose another."""
-    last = next(iter(study.records[-1:]), None)
-    return ["--device", "cpu"] if last and last.machine.gpus and last.config.device == "cpu" else []
+def where_of(study: Study, config: RunConfig) -> list[str]:
+    """The words that name images, device and folder of a configuration, where a command would choose others."""
+    names = {r.data_name for r in study.records if r.data_name and r.config.data_sha256 == config.data_sha256}
+    words = ["--data", "DATA"] * (not config.is_own and any("synthetic" not in name for name in names))
+    words += ["--device", "cpu"] * (config.device == "cpu" and any(r.machine.gpus for r in study.records))
+    usual = study.published or study.output_dir in (Path(), output_folder(None))
+    return words + ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)
 
 
 def _options(row: Comparison) -> Iterator[str]:
@@ -385,7 +389,7 @@ def _options(row: Comparison) -> Iterator[str]:
     if name in ("multi_gpu", "batch_size"):
         sizes = {base.global_batch_size, its.global_batch_size if name == "batch_size" else base.global_batch_size}
         yield f"--batch-sizes {','.join(map(str, sorted(sizes)))}"
-    elif name in ("amp", "workers", "torch_compile", "exchange"):
+    elif name in ("amp", "workers", "torch_compile", "exchange", "quality", "peers"):
         yield f"--batch-size {base.global_batch_size}"
     if name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
         several = "" if name == "batch_size" else "s"
@@ -397,6 +401,8 @@ def _options(row: Comparison) -> Iterator[str]:
             usual_precision = "bf16" if base.device == "cuda" else ""
         several = "s" if name == "workers" else ""
         yield from [f"--precision{several} {base.precision}"] * (base.precision != usual_precision)
+    if name == "peers" and row.family.endswith(LEVERS):
+        yield "--parts levers"
     if row.scaling == "weak":
         yield "--scaling weak"
     if name == "workers" and its.loader_workers > 2:

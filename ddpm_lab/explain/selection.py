@@ -52,11 +52,6 @@ class Study:
         return self.records[-1].machine.name if self.records else ""
 
     @property
-    def own_images(self) -> bool:
-        """Whether any images are the user's own."""
-        return any(r.data_name and "synthetic" not in r.data_name for r in self.records)
-
-    @property
     def date(self) -> str:
         """Day of the measurements (ISO 8601), or first and last day."""
         measured = [r for r in self.records if r.role != "note"] or self.records

@@ -446,10 +446,13 @@ def judged(study: Study) -> list[tuple[Claim, Judged]]:
 def _said(row: Comparison) -> str:
     """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
     grown = row.batch != row.baseline.global_batch_size
-    base = f"batch {row.baseline.global_batch_size}" if grown and row.ranks == 1 else row.baseline_label
+    base = row.baseline_label
+    if grown and row.ranks == row.baseline.world_size:
+        base = f"batch {row.baseline.global_batch_size}"
     said = f"{row.label} {phrases.times(row.ratio)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
     number, own = _NOTEBOOKS.get(row.experiment), "this notebook" if row.experiment == "claims" else row.experiment
-    return f"{said}{', weak scaling' * (grown and row.ranks > 1)}, {f'notebook {number}' if number else own}"
+    weak = ", weak scaling" * (grown and row.ranks > row.baseline.world_size)
+    return f"{said}{weak}, {f'notebook {number}' if number else own}"
 
 
 def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
@@ -476,12 +479,12 @@ def _undecided(claim: Claim, records: Records, here: str = "") -> Judged:
     here = here or "; ".join(map(_said, list(rows.values())[:4])) or phrases.DASH
     question = claim.questions[0] if claim.questions else "claims"
     command = claim.command or f"ddpm-lab run {question} --preset full{' --data DATA' * (question == 'quality')}"
+    by_none = claim.judge == "untestable"
+    command += " gives numbers, none of which decides it" if by_none else " measures it"
     if records.gpus >= claim.gpus:
-        return Judged(quality.NOT_MEASURED, here, f"{command} measures it")
+        return Judged("no verdict" if by_none and rows else quality.NOT_MEASURED, here, command)
     need = f"{phrases.plural(claim.gpus, 'GPU')}{f' on each of {claim.nodes} hosts' * (claim.nodes > 1)}"
-    return Judged(
-        UNTESTABLE, here, f"needs {need}, the machine has {records.gpus or 'none'}; there {command} measures it"
-    )
+    return Judged(UNTESTABLE, here, f"needs {need}, the machine has {records.gpus or 'none'}; there {command}")
 
 
 def _near(claim: Claim, records: Records) -> Judged:

@@ -234,7 +234,8 @@ def answer(study: Study) -> Answer:
 
 
 def _finding(study: Study) -> Finding:
-    measured = [r for r in other_trainers(study) if r.sets and _trains_as_it_is(r.family)]
+    base = this_trainer(study)
+    measured = [r for r in other_trainers(study) if r.sets and base and r.family == base.family]
     if not measured:
         known = peaks(study)
         if known and all(r.family.startswith(LIMITS) for r in comparisons(study)):

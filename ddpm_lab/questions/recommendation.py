@@ -30,7 +30,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import BATCH, SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord, crowded_sets
@@ -236,12 +236,12 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
     if not rows and crowded_sets(study.records):
-        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out="ddpm-lab report")
+        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=_again(study))
     if not rows:
-        return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out="ddpm-lab report")
+        return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        faster_still = (c for c in together(study) if c.ratio.value >= good[0].ratio.value)
-        joined = ((c, parts) for c in faster_still if (parts := parts_of(c, good)))
+        every = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
+        joined = ((c, parts) for c, parts in every if c.ratio.value >= max(p.ratio.value for p in parts))
         best, parts = next(joined, (good[0], good[:1]))
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
@@ -253,7 +253,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
-        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out="make report")
+        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study))
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
@@ -265,6 +265,17 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
     status = stats.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
+
+
+def _again(study: Study) -> str:
+    """The command that answers every question of the work that was measured last."""
+    config = study.records[-1].config if study.records else RunConfig()
+    words = ["ddpm-lab report"]
+    if config.is_own:
+        words += ["--workload", shlex.quote(config.work_name)]
+    elif config.network != usual_network(config.device):
+        words += ["--network", config.network]
+    return " ".join([*words, *findings.where_of(study, config)]).replace("--device", "-p device")
 
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
@@ -425,7 +436,7 @@ def _of_search(found: Recommendation) -> Finding:
     rest = (found.tried, *machine_state.warnings(where))
     if len(found.steps) == 1:
         if found.belief.sets.keys() <= {found.space.start}:
-            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out="ddpm-lab recommend")
+            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=_search_of(found))
         return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
@@ -443,12 +454,17 @@ def _of_search(found: Recommendation) -> Finding:
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
         return replace(told, status=status)
-    work = f"--workload {shlex.quote(base.work_name)}" if base.is_own else f"--network {base.network}"
-    judge = ["ddpm-lab recommend --seeds 8", work, f"--batch-size {base.global_batch_size}", *findings.where_of(where)]
-    held = ((name, v[0].key) for name, v in found.space.settings.items() if len(v) == 1 and name != BATCH)
-    judge += [f"--only {name}={key}" for name, key in held]
-    judge += ["--data DATA"] * (where.own_images and not base.is_own)
-    return replace(told, status=status, way_out=" ".join(judge))
+    return replace(told, status=status, way_out=f"{_search_of(found)} --seeds 8")
+
+
+def _search_of(found: Recommendation) -> str:
+    """The command that goes on with a search."""
+    base = found.space.baseline
+    words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
+    words += [] if base.is_own else ["--network", base.network]
+    words += [f"--batch-size {base.global_batch_size}"]
+    words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in found.space.only]
+    return " ".join([*words, *findings.where_of(found.study, base)])
 
 
 def steps_table(found: Recommendation) -> Table:

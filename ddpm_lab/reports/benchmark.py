@@ -32,6 +32,11 @@ _NAMES = (("multi-GPU beneficial", 1.1), ("marginal difference", 0.95), ("single
 RECOMMENDATIONS = Bands(whose="S003", table=_NAMES, threshold=1.1)
 """S003's names for speed-ups, with their lower bounds."""
 OF_ROW = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
+SPEEDS = {
+    **{name: name for name in ("images_per_second", "step_seconds")},
+    "epoch_seconds": "projected_seconds",
+}
+"""Of sets that count; where others disturbed all of them there is none."""
 OF_CONFIG = (
     *("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size"),
     *("precision", "compile", "loader", "loader_workers"),
@@ -52,8 +57,9 @@ def rows(study: Study) -> list[Comparison]:
         for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
-    last = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    base = next((r.baseline for r in found if r.baseline_id == last), None)
+    no_speed = {r.baseline_id for r in found if r.mechanism_only}
+    able = {r.baseline_id: r.baseline for r in found if r.baseline_id not in no_speed}
+    base = next((able[r.baseline_id] for r in reversed(study.records) if r.baseline_id in able), None)
     if base is not None:
         found = [r for r in found if r.baseline.differences(base).keys() <= _VARIED]
     return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.ranks))
@@ -123,9 +129,7 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
         **{name: getattr(config, name) for name in OF_CONFIG},
         **{"data": study.records[-1].data_name, "machine": study.hardware, "measured": study.date},
         "reason": None if row.sets else phrases.without_speed(row),
-        "images_per_second": row.images_per_second,
-        "step_seconds": row.step_seconds,
-        "epoch_seconds": row.projected_seconds,
+        **{name: getattr(row, of) if row.sets else math.nan for name, of in SPEEDS.items()},
         "peak_memory_bytes": row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes,
         **{n + end: v for n, i in ends.items() for end, v in (("", i.value), ("_low", i.low), ("_high", i.high))},
         "verdict": row.verdict if gains else None,

@@ -31,7 +31,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.output import say
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.record import Amount, Count, RunRecord
+from ddpm_lab.record import Amount, Count, RunRecord, crowded_sets
 from ddpm_lab.training.run_folder import name_of, trained
 
 LOGS = "slurm-*.out"
@@ -118,18 +118,21 @@ _summaries = reader(tuple[Summary, ...])
 
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
     """The summary of a training run from its folder: all its steps, those of earlier starts included."""
-    steps, seconds, best = trained(folder, config.global_batch_size)
+    steps, timed, seconds, best = trained(folder, config.global_batch_size)
     known = {"loss": best, "gpu_percent": gpu_percent, "steps": steps, "job_id": os.environ.get("SLURM_JOB_ID")}
-    return _summary(config, seconds, steps * config.global_batch_size, **known)
+    return _summary(config, seconds, timed * config.global_batch_size, **known)
 
 
 def of_records(records: Iterable[RunRecord]) -> list[Summary]:
     """One summary for each configuration that was timed in sets or trained for its loss.
 
-    Seconds and images of the windows of its sets; the repeated baseline is no run of its own.
+    Seconds and images of the windows of its sets, but for those that others disturbed; the repeated baseline is no run
+    of its own.
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
-    for r in records:
+    every = list(records)
+    lost = crowded_sets(every)
+    for r in (r for r in every if r.set_id not in lost):
         trains = r.config.workload.startswith(TRAINED) or not r.config.workload.startswith("ddpm_lab.")
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
@@ -271,7 +274,7 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[float]]) -> Su
     gain, told = dict[str, Any](), f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
     for key, kind in ((name, ""), (per_device, "weak scaling; ")):
         if not gain and (times := alone.get((gpu, key))) and run.epoch_seconds:
-            ratio, told = geometric_mean(times) / run.epoch_seconds, f"{kind}jobs ran apart, so without an interval"
+            ratio, told = geometric_mean(times) / run.epoch_seconds, f"{kind}not paired, so without an interval"
             gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 

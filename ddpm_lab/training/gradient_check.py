@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpm_lab.config import SAME_WEIGHTS, ExchangeConfig, RunConfig
+from ddpm_lab.config import LEARNED, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.train import PLAIN, Trainer
@@ -25,6 +25,18 @@ from ddpm_lab.workload import RankContext
 
 NEGLIGIBLE = 1e-6
 """A layer with a gradient below this share of the largest layer's is not judged alone: it is mostly rounding."""
+
+
+_KEPT = (*LEARNED, "optimizer", "workload", "purpose", "device", "threads", "data", "options")
+
+
+def plain(config: RunConfig) -> RunConfig:
+    """A configuration that learns the same as ``config`` in the plain way, on one rank.
+
+    A setting is plain unless it is named here, so that a new one is checked and not compared with itself.
+    """
+    kept = {name: getattr(config, name) for name in _KEPT}
+    return RunConfig(**kept, **PLAIN)
 
 
 class GradientCheck(Trainer):
@@ -96,9 +108,7 @@ class GradientCheck(Trainer):
 
     def _exact(self) -> Trainer:
         """A trainer of this data whose step is the plain one."""
-        alone: dict[str, Any] = {"world_size": 1, "nodes": 1, "accumulation": 1, "exchange": ExchangeConfig()}
-        plain = replace(self.config, **PLAIN, **SAME_WEIGHTS, **alone)
-        return Trainer(plain, replace(self.context, rank=0, world_size=1), start_step=self.steps)
+        return Trainer(plain(self.config), replace(self.context, rank=0, world_size=1), start_step=self.steps)
 
     def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients by name of the global ``batch`` at this trainer's weights."""

@@ -116,6 +116,7 @@ class _Row(TypedDict, total=False):
     loss: Required[float]
     images_per_second: Annotated[float, Opt(above=0)]
     held_out_loss: float
+    settings: str
 
 
 _row = reader(_Row)
@@ -133,11 +134,19 @@ def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
-    """Steps in a run's log, the seconds that these alone took, and the lowest held-out loss (None: never measured)."""
-    rows = list(logged(folder))
-    seconds = sum(global_batch_size / rate for row in rows if (rate := row.get("images_per_second")))
-    return len(rows), seconds, min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
+def trained(folder: Path, global_batch_size: int) -> tuple[int, int, float, float | None]:
+    """Steps in a run's log, those in its last settings, the seconds that these took, and the lowest held-out loss.
+
+    The last is None where it was never measured. A run may go on with other ranks, or in another number format.
+    """
+    rows, timed, settings = list(logged(folder)), list[dict[str, Any]](), ""
+    for row in rows:
+        if row.get("settings", settings) != settings:
+            settings, timed = row["settings"], []
+        timed.append(row)
+    seconds = sum(global_batch_size / rate for row in timed if (rate := row.get("images_per_second")))
+    best = min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
+    return len(rows), len(timed), seconds, best
 
 
 def train_count(config: RunConfig) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.config import DEVICES, TRAINING, RunConfig
+from ddpm_lab.config import DEVICES, LEARNED, TRAINING, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, known, validate
 from ddpm_lab.files import NOT_IN_FILES, configuration, read_settings
@@ -37,9 +37,8 @@ COMPILING_CHUNKS = 3
 DIVERGED = "is no longer finite at step {:,}: try a lower learning rate, or fp32"
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
-LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
 LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every", "ema_warmup")
-"""Settings that decide what is learned, the latter those of the optimizer: a resumed run must have the same."""
+"""Settings of the optimizer that decide what is learned: a resumed run must have the same."""
 USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
 TABLE = "train"
 
@@ -304,6 +303,8 @@ class _Run:
                 self._log(rows)
                 raise self._failed(f"the loss {DIVERGED.format(row['step'])}")
             rows.append(row | {"images_per_second": float(f"{rate:.6g}")})
+        if self.chunks == 1:  # a start may have other ranks than the one before, and other speeds
+            rows[0] |= {"settings": dataclasses.replace(self.config, options=(), seed=0).run_id}
         self.step += steps
         self.loss = statistics.fmean(row["loss"] for row in rows)
         self._show(rate)
