@@ -245,7 +245,7 @@ def compare(options: argparse.Namespace) -> int:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:
         threshold = wanted if threshold is None else threshold
-        measured = gate.measure(options.baseline, against, always=bool(options.always), **how)
+        measured = gate.compare_revisions(options.baseline, against, always=bool(options.always), **how)
     values: dict[str, Any]
     if isinstance(measured, gate.Outcome):  # code that is the same
         code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{table.literal(measured.sentence)}.\n"

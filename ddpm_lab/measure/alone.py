@@ -94,20 +94,20 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
     losses, held_out = list[float](), list[dict[str, Any]]()
 
-    def look(step: int) -> None:
+    def evaluate(step: int) -> None:
         if draws:
             answer = group.call("held_out_loss", limit, draws=draws)[0]
             held_out.append({"images": step * config.global_batch_size, **answer})
             if not math.isfinite(answer["loss"]):
                 raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
 
-    def take_cores(*, at_once: bool = False) -> None:
+    def adapt_threads(*, at_once: bool = False) -> None:
         if watch and (change := watch.change(at_once=at_once)):
             group.set_threads(change[1], limit)
 
     begun = time.monotonic()
-    take_cores(at_once=True)
-    look(0)
+    adapt_threads(at_once=True)
+    evaluate(0)
     for before, after in pairwise(looks):
         for start in range(before, after, STEPS_AT_ONCE):
             ranks = group.advance(min(STEPS_AT_ONCE, after - start), limit)
@@ -115,8 +115,8 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not all(math.isfinite(loss) for loss in losses[start:]):
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
             seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
-            take_cores()
-        look(after)
+            adapt_threads()
+        evaluate(after)
     seat.stages["training"] = time.monotonic() - begun
     seat.hear_witness()
     hashes = group.call("weights_sha256", limit)

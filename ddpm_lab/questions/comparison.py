@@ -164,7 +164,7 @@ def measure(
         if str(baseline).split() == str(candidate).split():
             raise ConfigError(f"both sides are {str(candidate).strip()!r}: {_ITSELF}")
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        return cast(Planned, scripts.measure(str(baseline), str(candidate), **how, **limits))
+        return cast(Planned, scripts.compare_commands(str(baseline), str(candidate), **how, **limits))
     for given in (baseline, candidate):
         if scripts.is_command(given):
             raise ConfigError(f"{given} is a command line, and the other side is none: give two of a kind")

@@ -36,7 +36,7 @@ WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."
 
 
-def measure(
+def compare_revisions(
     step: str | None,
     against: str,
     *,
@@ -55,7 +55,7 @@ def measure(
     """
     if scripts.is_command(step):
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        found = scripts.measure(str(step), against=against, always=always, **how, **limits)
+        found = scripts.compare_commands(str(step), against=against, always=always, **how, **limits)
         same = f"all that {step} loads is the same in the {WORKING_TREE} and in {against}, so nothing was measured"
         return found or _said(IDENTICAL, f"{same}; files that it reads do not count (--always measures)")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)

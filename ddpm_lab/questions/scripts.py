@@ -127,7 +127,7 @@ def look(
     return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), seen
 
 
-def measure(
+def compare_commands(
     baseline: str,
     candidate: str | None = None,
     *,
