@@ -169,6 +169,7 @@ class Space:
     """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
 
     ``guess`` is what is thought to be fast, and tried first; ``only`` are values that settings were held to.
+    Which values there are is the choice of the ``preset``.
     """
 
     baseline: RunConfig
@@ -176,6 +177,7 @@ class Space:
     guess: Cell = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (label, reason)
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, keys)
+    preset: str = ""
 
     @property
     def start(self) -> Cell:
@@ -203,18 +205,21 @@ class Space:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, without the baseline."""
-        names = ("settings", "guess", "left_out", "only")
+        names = ("settings", "guess", "left_out", "only", "preset")
         values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
         return values
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
+        """The space of a record; in earlier ones nothing but a single value says that a setting was held to it."""
+        held = [(name, [v[0][0]]) for name, v in values["settings"].items() if len(v) == 1 and name != BATCH]
         return cls(
             baseline=baseline,
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
             guess=tuple(values["guess"]),
             left_out=tuple((label, reason) for label, reason in values["left_out"]),
-            only=tuple((name, tuple(keys)) for name, keys in values.get("only", ())),
+            only=tuple((name, tuple(keys)) for name, keys in values.get("only", held)),
+            preset=values.get("preset", ""),
         )
 
 

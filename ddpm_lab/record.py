@@ -382,6 +382,7 @@ class Choices(_Choices, total=False):
     """A space as ``plan.Space`` writes it."""
 
     only: tuple[tuple[str, tuple[str, ...]], ...]
+    preset: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

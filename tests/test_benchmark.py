@@ -26,6 +26,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import LOST, Experiment
 from ddpm_lab.questions import experiments, planning
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.reports import benchmark
 
 ALONE = replace(ONE, global_batch_size=256)
@@ -169,6 +170,11 @@ def test_a_network_that_was_measured_before_is_no_part_of_it() -> None:
     lost = [replace(r, family=f"{r.family}{LOST}") for r in family(16, 1.0, device="cpu", ranks=2)]
     for more in (ranks, lost):  # of a machine with one GPU, and parts of the lost scaling: no row of a speed
         assert benchmark.comparison(study([*last, *more])) == benchmark.comparison(study(last))
+    tiny, crowd = family(32, 0.8, device="cpu", ranks=2), family(32, 1.0, device="cpu", ranks=4)
+    beside = [replace(r, mechanism_only=True) for r in crowd if r.role == "candidate"]
+    every = study([*last, *tiny, *beside])
+    assert {r.config.network for r in benchmark.rows(every)} == {"tiny"}
+    assert "GPU" not in answer(benchmark.of_last(every)).finding.headline
 
 
 def test_sets_that_others_disturbed_give_no_speed() -> None:

@@ -241,6 +241,7 @@ def test_of_several_networks_a_headline_names_its_own() -> None:
         ("torch_compile", "quick", {"precision": "bf16"}),
         ("workers", "full", {"precisions": ["bf16"]}),
         ("workers", "quick", {"worker_counts": [0, 5]}),
+        ("workers", "quick", {"worker_counts": [1, 2]}),
     ],
 )
 def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(

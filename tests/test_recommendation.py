@@ -200,9 +200,10 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
 
 
 def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None:
-    space = replace(planted.SPACE, only=(("precision", ("bf16", "fp32")), ("batch", ("8",))))
-    asked = question.answer(study(planted.searched(space))).finding.way_out
-    assert asked.endswith(" --network tiny --batch-size 8 --only precision=bf16,fp32 --only batch=8 --seeds 8")
+    held = (("precision", ("bf16", "fp32")), ("batch", ("8",)))
+    found = planted.searched(replace(planted.SPACE, only=held, preset="full"))
+    words = " --network tiny --preset full --batch-size 8 --only precision=bf16,fp32 --only batch=8 --seeds 8"
+    assert question.answer(study(found)).finding.way_out.endswith(words)
 
 
 def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:
@@ -217,6 +218,18 @@ def test_an_open_page_of_ones_own_training_names_it() -> None:
     for disturbed, count in ((range(6), 6), ((), 3)):
         found = answer(study(make.sets({"bf16": (bf16, 1.6)}, baseline=own, crowded=disturbed, count=count))).finding
         assert found.way_out == "ddpm-lab report --workload mine:make"
+
+
+def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
+    """Neither other trainers, nor ranks whose speed is not claimed, nor what stands last by its name."""
+    one, two, wide = RunConfig(network="seed", loader="files"), RunConfig(world_size=2), RunConfig(image_size=64)
+    peers = make.sets({"a": (replace(SEED, workload="peer:a"), 0.5)}, experiment="peers", baseline=SEED)
+    hidden: dict[str, Any] = {"mechanism_only": ["2 ranks", "fp32", "fp32 again"]}
+    gpus = make.on(make.GPUS, make.sets({"2 ranks": (two, 1.0)}, experiment="multi_gpu", **hidden))
+    workers = make.sets({"1": (replace(one, loader_workers=1), 1.0)}, experiment="workers", baseline=one, count=2)
+    large = amp(count=2, base=wide)
+    for records, more in ((peers, ""), (gpus, ""), ([*amp(count=2), *workers], ""), (large, " -p image_size 64")):
+        assert answer(study(records)).finding.way_out == f"ddpm-lab report{more}"
 
 
 def test_a_search_goes_on_after_a_set_that_others_disturbed() -> None:
@@ -304,6 +317,10 @@ def together(ratio: float) -> list[RunRecord]:
 
 
 OPEN = amp(1.0, set_noise=0.04)
+FUSED_KEPT, NCHW = RunConfig(freed_memory="kept", channels_last=False), RunConfig(channels_last=False)
+KEPT_FUSED = [*memory(), *make.sets({"NCHW": (NCHW, 1.1)}, experiment="bottleneck", family="NCHW")]
+TOGETHER_THEN = make.sets({"both": (FUSED_KEPT, 1.2)}, experiment=RECOMMENDATION, family="tiny, together")
+"""Measured before bf16 was known to be faster still."""
 LOADER = make.sets(
     {"2 workers": (RunConfig(loader="files", loader_workers=2), 3.0)},
     baseline=RunConfig(loader="files"),
@@ -329,6 +346,7 @@ SEED = RunConfig(network="seed")
         (study(amp(), memory(), together(1.35)), "freed memory kept", findings.ANSWERED, ""),
         (study(amp(), memory(), together(0.9), harm=0.0), "bf16", findings.ANSWERED, ""),
         (study(amp(), memory(), together(1.2), harm=0.0), "bf16", findings.ANSWERED, ""),  # alone it is faster still
+        (study(amp(1.7), KEPT_FUSED, TOGETHER_THEN, harm=0.0), "bf16", findings.ANSWERED, ""),
         # What is faster beside a slow baseline of its own is no reason to leave a combination.
         (study(amp(), memory(), LOADER, together(1.35), harm=0.0), ALL, findings.ANSWERED, ""),
         (study(amp(), memory(), harm=0.05), "freed memory kept", findings.ANSWERED, ""),
@@ -353,7 +371,8 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
     assert (bool(found.sets), found.status) == (label is not None, status)
     assert (label or "") in found.headline
     # Measured together, and no product of 1.3 and 1.1.
-    assert not label or found.ratio == pytest.approx({ALL: 1.35, "bf16": 1.3}.get(label, 1.1), rel=0.02)
+    ratios = {ALL: 1.35, "bf16": 1.7 if TOGETHER_THEN[-1] in shown.records else 1.3}
+    assert not label or found.ratio == pytest.approx(ratios.get(label, 1.1), rel=0.02)
     assert found.way_out.startswith(way_out)
     assert bool(found.way_out) == bool(way_out)
 

@@ -277,6 +277,8 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
     space = space_of(only={"precision": ["bf16"], "loader": ["files-1", "packed"], "batch": [4, 12], "ranks": [1, 2]})
     assert {c.precision for c in space.cells.values()} == {"bf16"}
     assert dict(Space.from_dict(space.baseline, space.as_dict()).only)["loader"] == ("files-1", "packed")
+    before = {name: value for name, value in space.as_dict().items() if name not in ("only", "preset")}
+    assert dict(Space.from_dict(space.baseline, before).only)["precision"] == ("bf16",), "an earlier record has none"
     assert (space.baseline.loader_workers, space.baseline.global_batch_size) == (1, 4)
     assert {c.global_batch_size for c in space.cells.values()} == {4, 12}
     assert space_of(global_batch_size=6).baseline.global_batch_size == 6

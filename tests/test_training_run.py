@@ -345,4 +345,10 @@ def test_a_run_is_as_fast_as_its_last_settings(tmp_path: Path, ranks: Callable[.
     for steps, config in ((10, CONFIG), (14, CONFIG), (20, bf16), (23, bf16)):
         ranks()
         run(tmp_path, steps, config=config, **NEVER)
-    assert run_folder.trained(tmp_path, CONFIG.global_batch_size)[:2] == (23, 9)
+    rows = logged(tmp_path)
+    starts = {r["step"]: r["settings"] for r in rows if "settings" in r}
+    assert list(starts) == [1, 11, 15, 21]
+    assert starts[1] == starts[11] != starts[15] == starts[21]
+    told = [r | {"images_per_second": 8 / (0.5 if r["step"] < 15 else 0.25)} for r in rows]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in told))
+    assert run_folder.trained(tmp_path, 8) == (23, 14 * 0.5 + 9 * 0.25, 0.25, None)

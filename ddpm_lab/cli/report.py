@@ -136,7 +136,7 @@ def benchmark(options: argparse.Namespace) -> int:
         return 0
     from ddpm_lab.reports import benchmark  # noqa: PLC0415 - needs Matplotlib
 
-    study = experiments.run("multi_gpu", ledger=source, machine=machine).study
+    study = benchmark.of_last(experiments.run("multi_gpu", ledger=source, machine=machine).study)
     found = benchmark.rows(study)
     if not found:
         say(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", error=True)

@@ -405,7 +405,7 @@ def _options(row: Comparison) -> Iterator[str]:
         yield "--parts levers"
     if row.scaling == "weak":
         yield "--scaling weak"
-    if name == "workers" and its.loader_workers > 2:
+    if name == "workers" and (base.loader_workers or its.loader_workers > 2):
         yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
     if name in ("torch_compile", "multi_gpu") and base.loader == "files":
         yield f"--loader-workers {base.loader_workers}"

@@ -242,7 +242,7 @@ def _finding(study: Study) -> Finding:
             headline = f"Peaks of this machine: {known}"
             return plain(study, headline, ANSWERED, *machine_state.warnings(study), verdict="measured")
         asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
-        return compared(study, keep=lambda r: _is_rival(r.family) is asked)
+        return compared(study, keep=lambda r: _is_rival(r.family) if asked else r.family.endswith(LEVERS))
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")

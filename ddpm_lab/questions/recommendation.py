@@ -33,7 +33,7 @@ from ddpm_lab.files import NOT_IN_FILES, settings_text
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
-from ddpm_lab.record import RunRecord, crowded_sets
+from ddpm_lab.record import RunRecord, crowded_sets, moment
 
 QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
@@ -229,6 +229,17 @@ def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Compariso
     return parts if fine and told == wanted.keys() else []
 
 
+def _joinable(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
+    """Return the changes that a combination joins or could have joined: those of its own baseline."""
+    parts, base = parts_of(together, good), together.baseline
+
+    def from_there(c: Comparison) -> bool:
+        names = (*c.config.differences(c.baseline), "loader")
+        return all(getattr(c.baseline, name) == getattr(base, name) for name in names)
+
+    return [c for c in good if c in parts or from_there(c)]
+
+
 # --- what they come to ------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +252,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
         every = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
-        joined = ((c, parts) for c, parts in every if c.ratio.value >= max(p.ratio.value for p in parts))
+        joined = ((c, parts) for c, parts in every if all(c.ratio.value >= p.ratio.value for p in _joinable(c, good)))
         best, parts = next(joined, (good[0], good[:1]))
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
@@ -253,7 +264,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
-        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study))
+        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
@@ -267,15 +278,19 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
 
 
-def _again(study: Study) -> str:
-    """The command that answers every question of the work that was measured last."""
-    config = study.records[-1].config if study.records else RunConfig()
+def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
+    """The command that answers every question of the work that is shown, or was measured last."""
+    able = [r for r in study.records if r.experiment not in _BESIDE and not r.mechanism_only]
+    last = max(able, key=lambda r: moment(r.date), default=None)
+    config = rows[0].baseline if rows else last.config if last else RunConfig()
     words = ["ddpm-lab report"]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != usual_network(config.device):
         words += ["--network", config.network]
-    return " ".join([*words, *findings.where_of(study, config)]).replace("--device", "-p device")
+    words += ["-p image_size", str(config.image_size)] * (config.image_size != 32)
+    where = findings.where_of(study, config) if last else []
+    return " ".join([*words, *("-p device" if word == "--device" else word for word in where)])
 
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
@@ -462,6 +477,7 @@ def _search_of(found: Recommendation) -> str:
     base = found.space.baseline
     words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
     words += [] if base.is_own else ["--network", base.network]
+    words += ["--preset", found.space.preset] * (found.space.preset not in ("", "quick"))
     words += [f"--batch-size {base.global_batch_size}"]
     words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in found.space.only]
     return " ".join([*words, *findings.where_of(found.study, base)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -15,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import Bands
 from ddpm_lab.explain.comparisons import Comparison
@@ -57,12 +59,27 @@ def rows(study: Study) -> list[Comparison]:
         for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
-    no_speed = {r.baseline_id for r in found if r.mechanism_only}
-    able = {r.baseline_id: r.baseline for r in found if r.baseline_id not in no_speed}
-    base = next((able[r.baseline_id] for r in reversed(study.records) if r.baseline_id in able), None)
-    if base is not None:
+    if (base := _last(study, found)) is not None:
         found = [r for r in found if r.baseline.differences(base).keys() <= _VARIED]
     return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.ranks))
+
+
+def _last(study: Study, found: Sequence[Comparison]) -> RunConfig | None:
+    """The baseline that was measured last, of those whose speed or whose gain is claimed if there are any."""
+    claimed = {r.baseline_id for r in found if r.role == "candidate" and not r.mechanism_only}
+    no_speed = {r.baseline_id for r in found if r.mechanism_only} - claimed
+    every = {r.baseline_id: r.baseline for r in found}
+    able = {key: base for key, base in every.items() if key not in no_speed} or every
+    return next((able[r.baseline_id] for r in reversed(study.records) if r.baseline_id in able), None)
+
+
+def of_last(study: Study) -> Study:
+    """A study without what the rows of a benchmark leave out, so that its finding is about them."""
+    base = _last(study, multi_gpu.scaling_rows(study))
+    if base is None:
+        return study
+    apart = _VARIED | {"loader", "loader_workers", "exchange"}  # parts of the lost scaling
+    return replace(study, records=tuple(r for r in study.records if r.config.differences(base).keys() <= apart))
 
 
 def _name(row: Comparison) -> str:
@@ -107,6 +124,7 @@ def _mean(ratios: Sequence[Interval]) -> Interval:
 def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
+    study = of_last(study)
     results, text = [to_dict(study, r) for r in rows(study)], report(study)
     files: dict[str, str | bytes] = {DASHBOARD: charts.png(dashboard(study)), TABLE: charts.png(table(study))}
     files |= {f"{REPORT}.md": text, f"{RESULTS}.csv": csv_text(results)}

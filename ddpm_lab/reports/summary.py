@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -45,6 +46,7 @@ COLUMNS = {
 ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
 NO_SUMMARY = "no summary found"
+DISTURBED = "other processes disturbed every set"
 MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
@@ -94,7 +96,7 @@ class Summary:
     @property
     def found(self) -> bool:
         """Whether it ran: its time or loss is known, or its speed is not claimed."""
-        return self.seconds is not None or self.loss is not None or MECHANISM in self.note
+        return self.seconds is not None or self.loss is not None or self.note in (MECHANISM, DISTURBED)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
@@ -117,10 +119,12 @@ _summaries = reader(tuple[Summary, ...])
 
 
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
-    """The summary of a training run from its folder: all its steps, those of earlier starts included."""
-    steps, timed, seconds, best = trained(folder, config.global_batch_size)
+    """The summary of a training run from its folder: all its steps, and the speed of those in its last settings."""
+    steps, seconds, of_step, best = trained(folder, config.global_batch_size)
     known = {"loss": best, "gpu_percent": gpu_percent, "steps": steps, "job_id": os.environ.get("SLURM_JOB_ID")}
-    return _summary(config, seconds, timed * config.global_batch_size, **known)
+    found = _summary(config, seconds, steps * config.global_batch_size, **known)
+    epoch = PROJECTED_IMAGES * of_step / config.global_batch_size
+    return dataclasses.replace(found, epoch_seconds=None if math.isnan(epoch) else epoch)
 
 
 def of_records(records: Iterable[RunRecord]) -> list[Summary]:
@@ -132,11 +136,12 @@ def of_records(records: Iterable[RunRecord]) -> list[Summary]:
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     every = list(records)
     lost = crowded_sets(every)
-    for r in (r for r in every if r.set_id not in lost):
+    for r in every:
         trains = r.config.workload.startswith(TRAINED) or not r.config.workload.startswith("ddpm_lab.")
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
-            by_run[r.run_id].append(r)
-    return [_of_run(r[0].config, r) for r in by_run.values()]
+            by_run[r.run_id].append(dataclasses.replace(r, windows=()) if r.set_id in lost else r)
+    found = [(_of_run(run[0].config, run), any(r.set_id in lost for r in run)) for run in by_run.values()]
+    return [dataclasses.replace(s, note=DISTURBED) if busy and not s.found else s for s, busy in found]
 
 
 def of_study(study: Study, source: str) -> list[Summary]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -134,19 +136,22 @@ def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def trained(folder: Path, global_batch_size: int) -> tuple[int, int, float, float | None]:
-    """Steps in a run's log, those in its last settings, the seconds that these took, and the lowest held-out loss.
+def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float, float | None]:
+    """Steps in a run's log, the seconds that these took, those of one in its last settings, and its best held-out loss.
 
-    The last is None where it was never measured. A run may go on with other ranks, or in another number format.
+    The last is None where it was never measured, and seconds of a step are NaN where no step was. A run may go on with
+    other ranks, or in another number format.
     """
-    rows, timed, settings = list(logged(folder)), list[dict[str, Any]](), ""
+    rows, each, settings = list(logged(folder)), list[float](), ""
+    total = 0.0
     for row in rows:
         if row.get("settings", settings) != settings:
-            settings, timed = row["settings"], []
-        timed.append(row)
-    seconds = sum(global_batch_size / rate for row in timed if (rate := row.get("images_per_second")))
+            settings, each = row["settings"], []
+        if rate := row.get("images_per_second"):
+            each.append(global_batch_size / rate)
+            total += each[-1]
     best = min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
-    return len(rows), len(timed), seconds, best
+    return len(rows), total, statistics.fmean(each) if each else math.nan, best
 
 
 def train_count(config: RunConfig) -> int:
