@@ -167,3 +167,19 @@ def test_timed_once_is_off_by_what_the_readme_says() -> None:
     assert f"{min(slower):.2f} to {max(slower):.2f} times" in README
     assert f"say {min(long):.2f} to {max(long):.2f}." in README
     assert f"The lab measured {math.exp(np.mean(sets)):.2f} (" in README
+
+
+def test_what_is_worse_and_what_is_not() -> None:
+    """Held-out losses after 60,000 images, paired by seed: Student's t at 90 %, as is usual for equivalence."""
+    last: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in records("amd-epyc-family-25-model-17-2-cores-no-gpu"):
+        if record["role"] == "quality" and (looks := record["quality"]["held_out"])[-1]["images"] == 60_000:
+            last[record["label"]][record["config"]["seed"]] = looks[-1]["loss"]
+    ends = {}
+    for label in ("bf16", "batch 16"):
+        apart = [loss - last["fp32"][seed] for seed, loss in last[label].items()]
+        assert len(apart) == 5
+        ends[label] = stats.t.interval(0.9, 4, np.mean(apart), stats.sem(apart))
+    assert ends["bf16"][0] < 0 < ends["bf16"][1] < 0.002, "no more than seeds differ by"
+    assert ends["batch 16"][0] > 0.03
+    assert "after 60,000 images (5 seeds, on family 25, model 17; batch 16 is worse)" in README

@@ -360,6 +360,7 @@ SEED = RunConfig(network="seed")
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),
         (study(), None, quality.NOT_MEASURED, "ddpm-lab report"),
+        (study(amp(experiment="quality", crowded=[0])), None, quality.NOT_MEASURED, "ddpm-lab report"),  # none of these
         # Of the network of most questions, whatever was measured of another since.
         (study(amp(), memory(), SEED_MEMORY, harm=0.0), "bf16", findings.ANSWERED, ""),
     ],

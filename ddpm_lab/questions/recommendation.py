@@ -33,7 +33,7 @@ from ddpm_lab.files import NOT_IN_FILES, settings_text
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
-from ddpm_lab.record import RunRecord, crowded_sets, moment
+from ddpm_lab.record import RunRecord, moment
 
 QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
@@ -246,7 +246,8 @@ def _joinable(together: Comparison, good: Sequence[Comparison]) -> list[Comparis
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
-    if not rows and crowded_sets(study.records):
+    able = [c for c in comparisons(study) if single(c) and c.experiment not in _BESIDE]
+    if not rows and any(c.disturbed_sets for c in able):
         return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=_again(study))
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
