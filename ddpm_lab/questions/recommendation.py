@@ -30,7 +30,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
+from ddpm_lab.plan import PRESETS, SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord, moment
@@ -50,6 +50,7 @@ GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, qual
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
+SEARCHED = (SEARCH, RECOMMENDATION)
 FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
 NO_GAIN, WORSE, FAILED = "no gain", "worse quality", "failed"
 _TIERS = {FASTER: 0, INCONCLUSIVE: 1, NOT_MEASURED: 2}
@@ -229,15 +230,28 @@ def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Compariso
     return parts if fine and told == wanted.keys() else []
 
 
-def _joinable(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
-    """Return the changes that a combination joins or could have joined: those of its own baseline."""
-    parts, base = parts_of(together, good), together.baseline
+def _fastest(study: Study, good: Sequence[Comparison]) -> tuple[Comparison, list[Comparison]]:
+    """Return the latest combination and its parts, or a change that could have joined it where that is faster still.
 
-    def from_there(c: Comparison) -> bool:
-        names = (*c.config.differences(c.baseline), "loader")
-        return all(getattr(c.baseline, name) == getattr(base, name) for name in names)
+    Without a combination it is the first of the ``good`` changes, which come by their gain, each over its own baseline.
+    """
+    for joined in together(study):
+        if parts := parts_of(joined, good):
+            rival = next((c for c in good if _could_join(c, joined.baseline)), joined)
+            return (joined, parts) if joined.ratio.value >= rival.ratio.value else (rival, [rival])
+    return good[0], [good[0]]
 
-    return [c for c in good if c in parts or from_there(c)]
+
+def _could_join(c: Comparison, base: RunConfig) -> bool:
+    """Whether a change was measured from where a combination sets out, and can be made there."""
+    new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
+    same = (*new, "loader", "world_size", "global_batch_size", "image_size")
+    if any(getattr(c.baseline, name) != getattr(base, name) for name in same):
+        return False
+    with contextlib.suppress(ConfigError):
+        replace(base, **new)
+        return True
+    return False
 
 
 # --- what they come to ------------------------------------------------------------------------------------------------
@@ -246,15 +260,13 @@ def _joinable(together: Comparison, good: Sequence[Comparison]) -> list[Comparis
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
-    able = [c for c in comparisons(study) if single(c) and c.experiment not in _BESIDE]
+    able = [c for c in comparisons(study) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
     if not rows and any(c.disturbed_sets for c in able):
         return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=_again(study))
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        every = ((c, parts) for c in together(study) if (parts := parts_of(c, good)))
-        joined = ((c, parts) for c, parts in every if all(c.ratio.value >= p.ratio.value for p in _joinable(c, good)))
-        best, parts = next(joined, (good[0], good[:1]))
+        best, parts = _fastest(study, good)
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
@@ -290,7 +302,7 @@ def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
     elif config.network != usual_network(config.device):
         words += ["--network", config.network]
     words += ["-p image_size", str(config.image_size)] * (config.image_size != 32)
-    where = findings.where_of(study, config) if last else []
+    where = findings.where_of(study if last else replace(study, records=()), config)
     return " ".join([*words, *("-p device" if word == "--device" else word for word in where)])
 
 
@@ -478,7 +490,7 @@ def _search_of(found: Recommendation) -> str:
     base = found.space.baseline
     words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
     words += [] if base.is_own else ["--network", base.network]
-    words += ["--preset", found.space.preset] * (found.space.preset not in ("", "quick"))
+    words += ["--preset", found.space.preset] * (found.space.preset in PRESETS and found.space.preset != "quick")
     words += [f"--batch-size {base.global_batch_size}"]
     words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in found.space.only]
     return " ".join([*words, *findings.where_of(found.study, base)])

@@ -19,14 +19,16 @@ from matplotlib.transforms import Bbox
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import Bands
-from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.comparisons import COMPARED, Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Rendered, Table, csv_text, markdown
 from ddpm_lab.explain.table import values as plain_values
 from ddpm_lab.files import replace as write_file
+from ddpm_lab.plan import LOST
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.ask import answer
+from ddpm_lab.record import RunRecord
 
 DASHBOARD, TABLE, REPORT = "gpu_benchmark_comparison.png", "performance_summary_table.png", "comparison_report"
 RESULTS = "benchmark_results"
@@ -65,21 +67,25 @@ def rows(study: Study) -> list[Comparison]:
 
 
 def _last(study: Study, found: Sequence[Comparison]) -> RunConfig | None:
-    """The baseline that was measured last, of those whose speed or whose gain is claimed if there are any."""
+    """The baseline that was measured last, of those that ran and whose gain is claimed, if there are any."""
     claimed = {r.baseline_id for r in found if r.role == "candidate" and not r.mechanism_only}
     no_speed = {r.baseline_id for r in found if r.mechanism_only} - claimed
     every = {r.baseline_id: r.baseline for r in found}
-    able = {key: base for key, base in every.items() if key not in no_speed} or every
+    ran = {r.baseline_id: r.baseline for r in found if r.role != "note"} or every
+    able = {key: base for key, base in ran.items() if key not in no_speed} or ran
     return next((able[r.baseline_id] for r in reversed(study.records) if r.baseline_id in able), None)
 
 
 def of_last(study: Study) -> Study:
-    """A study without what the rows of a benchmark leave out, so that its finding is about them."""
-    base = _last(study, multi_gpu.scaling_rows(study))
-    if base is None:
-        return study
-    apart = _VARIED | {"loader", "loader_workers", "exchange"}  # parts of the lost scaling
-    return replace(study, records=tuple(r for r in study.records if r.config.differences(base).keys() <= apart))
+    """A study without the comparisons that the rows of a benchmark leave out, so that its finding is about them."""
+    shown = rows(study)
+    mine, names = {r.baseline_id for r in shown}, {r.config.work_name for r in shown}
+
+    def kept(r: RunRecord) -> bool:
+        is_row = r.role in COMPARED and r.config.purpose == "timing" and not r.family.endswith(LOST)
+        return r.baseline_id in mine if is_row else r.config.work_name in names
+
+    return replace(study, records=tuple(filter(kept, study.records))) if shown else study
 
 
 def _name(row: Comparison) -> str:

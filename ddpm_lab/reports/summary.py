@@ -46,7 +46,6 @@ COLUMNS = {
 ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
 NO_SUMMARY = "no summary found"
-DISTURBED = "other processes disturbed every set"
 MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
@@ -96,7 +95,11 @@ class Summary:
     @property
     def found(self) -> bool:
         """Whether it ran: its time or loss is known, or its speed is not claimed."""
-        return self.seconds is not None or self.loss is not None or self.note in (MECHANISM, DISTURBED)
+        return (
+            self.seconds is not None
+            or self.loss is not None
+            or any(why in self.note for why in (MECHANISM, phrases.DISTURBED))
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
@@ -141,7 +144,7 @@ def of_records(records: Iterable[RunRecord]) -> list[Summary]:
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(dataclasses.replace(r, windows=()) if r.set_id in lost else r)
     found = [(_of_run(run[0].config, run), any(r.set_id in lost for r in run)) for run in by_run.values()]
-    return [dataclasses.replace(s, note=DISTURBED) if busy and not s.found else s for s, busy in found]
+    return [dataclasses.replace(s, note=phrases.DISTURBED) if busy and not s.found else s for s, busy in found]
 
 
 def of_study(study: Study, source: str) -> list[Summary]:
