@@ -183,6 +183,15 @@ def test_sets_that_others_disturbed_give_no_speed() -> None:
         assert {row[name] for name in benchmark.SPEEDS} == {None}
 
 
+def test_what_failed_after_a_disturbed_set_keeps_its_reason() -> None:
+    records = family(32, 1.3, device="cpu", ranks=2, crowded=[0])
+    lost: dict[str, Any] = {"status": "oom", "reason": "9 GiB asked", "windows": ()}
+    kept = [r if r.role != "candidate" or r.set_id == records[0].set_id else replace(r, **lost) for r in records]
+    shown = study(kept)
+    (told,) = (benchmark.to_dict(shown, r)["reason"] for r in benchmark.rows(shown) if r.role == "candidate")
+    assert "9 GiB asked" in told
+
+
 def test_the_finding_of_a_benchmark_is_about_its_rows() -> None:
     """Whatever else was measured: another loader, ranks that share cores, notes of what never ran, checks."""
     last = family(32, 1.3, device="cpu", ranks=2)

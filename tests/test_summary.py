@@ -16,6 +16,7 @@ from scaled_records import family, paired
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
@@ -108,7 +109,8 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     failed = make.record(RunConfig(seed=1), role="quality", status="crashed")
     one, tried, shared = of_records([*timed, trial, failed, many, untrained])
     busy = of_records(make.sets({"2 ranks": (RunConfig(world_size=2), 7.0)}, crowded=range(6)))
-    assert [(run.seconds, run.note) for run in busy] == 2 * [(None, "other processes disturbed every set")]
+    assert [(run.seconds, run.note, run.found) for run in busy] == 2 * [(None, phrases.DISTURBED, True)]
+    assert not Summary(note=f"no summary found; its last line: {phrases.DISTURBED}").found
     assert (one.configuration, one.gpus, one.ranks, one.nodes) == ("tiny, batch 8, precision bf16", 0, 1, 1)
     assert (one.seconds, one.epoch_seconds, one.loss, one.gpu_percent) == (4.0, 4.0 * 50_000 / 800, None, 80.0)
     assert (tried.loss, tried.seconds) == (0.4, None)

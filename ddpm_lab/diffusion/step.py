@@ -119,7 +119,7 @@ def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
         from torch._inductor import cudagraph_trees  # noqa: PLC0415
 
         seen["cuda_graph_skips"] = int(counters["inductor"]["cudagraph_skips"])
-        device = torch.cuda.current_device() if config.device == "cuda" else 0  # which torch 2.11 has to be told
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0  # which torch 2.11 has to be told
         tree = cudagraph_trees.get_manager(device, create_if_none_exists=False)
         seen["cuda_graphs"] = _nodes(tree.roots) if tree else 0
     return seen

@@ -225,4 +225,4 @@ def failed(how: str, reason: str | None) -> str:
 def without_speed(row: Comparison) -> str:
     if row.mechanism_only:
         return MECHANISM_ONLY
-    return DISTURBED if row.disturbed_sets and row.status == "ok" else failure(row)
+    return DISTURBED if row.disturbed_sets and row.status == "ok" and not row.failed_sets else failure(row)

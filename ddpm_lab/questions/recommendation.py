@@ -244,10 +244,9 @@ def _fastest(study: Study, good: Sequence[Comparison]) -> tuple[Comparison, list
 
 def _could_join(c: Comparison, base: RunConfig) -> bool:
     """Whether a change was measured from where a combination sets out, and can be made there."""
-    new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
-    same = (*new, "loader", "world_size", "global_batch_size", "image_size")
-    if any(getattr(c.baseline, name) != getattr(base, name) for name in same):
+    if c.baseline.differences(base).keys() - {"seed", "threads", "data_sha256"}:
         return False
+    new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
     with contextlib.suppress(ConfigError):
         replace(base, **new)
         return True
@@ -261,8 +260,10 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
     able = [c for c in comparisons(study) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
-    if not rows and any(c.disturbed_sets for c in able):
-        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=_again(study))
+    if not rows and any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
+        last = next((r for r in reversed(study.records) if r.role == "space" and r.space is not None), None)
+        search = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else ""
+        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=search or _again(study))
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
@@ -464,7 +465,8 @@ def _of_search(found: Recommendation) -> Finding:
     rest = (found.tried, *machine_state.warnings(where))
     if len(found.steps) == 1:
         if found.belief.sets.keys() <= {found.space.start}:
-            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=_search_of(found))
+            goes_on = _search_command(where, found.space)
+            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=goes_on)
         return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
@@ -482,18 +484,18 @@ def _of_search(found: Recommendation) -> Finding:
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
         return replace(told, status=status)
-    return replace(told, status=status, way_out=f"{_search_of(found)} --seeds 8")
+    return replace(told, status=status, way_out=f"{_search_command(found.study, found.space)} --seeds 8")
 
 
-def _search_of(found: Recommendation) -> str:
+def _search_command(study: Study, space: Space) -> str:
     """The command that goes on with a search."""
-    base = found.space.baseline
+    base = space.baseline
     words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
     words += [] if base.is_own else ["--network", base.network]
-    words += ["--preset", found.space.preset] * (found.space.preset in PRESETS and found.space.preset != "quick")
+    words += ["--preset", space.preset] * (space.preset in PRESETS and space.preset != "quick")
     words += [f"--batch-size {base.global_batch_size}"]
-    words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in found.space.only]
-    return " ".join([*words, *findings.where_of(found.study, base)])
+    words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in space.only]
+    return " ".join([*words, *findings.where_of(study, base)])
 
 
 def steps_table(found: Recommendation) -> Table:

@@ -24,7 +24,7 @@ from ddpm_lab.declared import reader
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, expanded, lock, writing
 from ddpm_lab.ledger import Ledger
@@ -95,11 +95,9 @@ class Summary:
     @property
     def found(self) -> bool:
         """Whether it ran: its time or loss is known, or its speed is not claimed."""
-        return (
-            self.seconds is not None
-            or self.loss is not None
-            or any(why in self.note for why in (MECHANISM, phrases.DISTURBED))
-        )
+        whys = (MECHANISM, MECHANISM_ONLY, phrases.DISTURBED)
+        told = not self.note.startswith(NO_SUMMARY) and any(why in self.note for why in whys)
+        return self.seconds is not None or self.loss is not None or told
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
