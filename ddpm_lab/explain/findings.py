@@ -25,7 +25,7 @@ _SUBJECTS = {
     "batch_size": ("{label}", "{base}, image for image"),
 }
 _OF_STEP = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
-"""Settings that are options of the command."""
+"""Settings that are options of ``run bottleneck``."""
 _LEFT_OPEN = ("precision", "loader", "compile")
 """Those of them that it chooses as a training would where they are left open."""
 _CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
