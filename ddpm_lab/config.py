@@ -289,8 +289,20 @@ class RunConfig:
 
     @cached_property
     def run_id(self) -> str:
-        """Twelve hexadecimal digits that identify the work: a hash of the canonical JSON without ``data``."""
-        return digest({name: value for name, value in self.as_dict().items() if name != "data"})
+        """Twelve hexadecimal digits that identify the work: a hash of ``chosen`` without ``data``.
+
+        Defaults are no part of it, so that a field that comes later leaves the ids of earlier records as they are.
+        """
+        return digest({name: value for name, value in self.chosen.items() if name != "data"})
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Plain values of all that is not at its default."""
+        values, usual = self.as_dict(), RunConfig().as_dict()
+        for part, _ in PARTS:
+            values[part] = {k: v for k, v in values[part].items() if v != usual[part][k]}
+            usual[part] = {}
+        return {k: v for k, v in values.items() if v != usual[k]}
 
     def option(self, name: str, default: Any) -> Any:
         """The workload's own setting ``name``."""
@@ -319,10 +331,7 @@ class RunConfig:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process by name, without defaults: the lab may be of another revision there, with others."""
-        usual, values = RunConfig().as_dict(), self.as_dict()
-        for place, _ in PARTS:
-            values[place] = {k: v for k, v in values[place].items() if v != usual[place][k]}
-        return RunConfig.from_dict, ({k: v for k, v in values.items() if v != usual[k]},)
+        return RunConfig.from_dict, (self.chosen,)
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""

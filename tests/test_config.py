@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import PARTS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import PARTS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig, digest
 
 # For every field a value that differs from ``START`` and is valid beside it.
 START = RunConfig(device="cuda", loader="files", global_batch_size=32)
@@ -71,10 +71,12 @@ def test_so_is_every_setting_of_its_parts() -> None:
     assert len(ids) == 1 + sum(map(len, INSIDE.values()))
 
 
-def test_another_process_is_told_by_name_what_is_not_usual() -> None:
-    """So that an older version of the lab, which runs a revision, puts no value in another setting's place."""
-    _, (told,) = RunConfig(seed=3).__reduce__()
-    assert told == {"seed": 3, "diffusion": {}, "optimizer": {}, "exchange": {}}
+def test_another_process_and_the_identity_are_told_what_is_not_usual() -> None:
+    """So that another version of the lab puts no value in another setting's place, and a new one keeps the ids."""
+    config = RunConfig(seed=3, data="images", world_size=2, exchange=ExchangeConfig(hook="bf16"))
+    told = {"seed": 3, "world_size": 2, "exchange": {"hook": "bf16"}}
+    assert config.__reduce__()[1] == ({**told, "data": "images"},)
+    assert config.run_id == digest(told)
 
 
 def test_the_identity_does_not_depend_on_how_a_configuration_came_about() -> None:
