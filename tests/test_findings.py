@@ -204,10 +204,13 @@ def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
     assert "--device" not in findings.command_of_step(here, RunConfig(device="cuda")), "that is the usual one there"
 
 
-def test_a_command_names_images_where_they_were_ones_own() -> None:
+def test_a_command_names_images_where_they_were_ones_own(tmp_path: Path) -> None:
     mine = make.sets({"2 workers": (RunConfig(data_sha256="ab"), 1.0)}, baseline=RunConfig(data_sha256="ab", seed=1))
     both = [*make.sets({"bf16": (BF16, 1.6)}, count=2), *(replace(r, data_name="1 of my images") for r in mine)]
-    assert [findings.where_of(make.study(both), c) for c in (BF16, mine[0].config)] == [[], ["--data", "DATA"]]
+    gone, here = (replace(mine[0].config, data=str(tmp_path / name)) for name in ("deleted", "my images"))
+    Path(here.data).mkdir()
+    found = [findings.where_of(make.study(both), config) for config in (BF16, mine[0].config, gone, here)]
+    assert found == [[], ["--data", "DATA"], ["--data", "DATA"], ["--data", f"'{here.data}'"]]
 
 
 def test_a_command_names_the_folder_whose_records_it_goes_on_with(tmp_path: Path) -> None:

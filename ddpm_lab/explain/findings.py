@@ -344,7 +344,7 @@ def way_out_of(study: Study, row: Comparison) -> str:
 
 
 def command_of(study: Study, row: Comparison) -> str:
-    """Return the command that measures a comparison; DATA stands for the user's images."""
+    """Return the command that measures a comparison."""
     config = row.baseline
     if row.experiment == "compare":
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
@@ -375,9 +375,14 @@ def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
 
 
 def where_of(study: Study, config: RunConfig) -> list[str]:
-    """The words that name images, device and folder of a configuration, where a command would choose others."""
+    """The words that name images, device and folder of a configuration, where a command would choose others.
+
+    Images are named by the folder they were prepared in, with the same part held out; where it is gone, DATA stands
+    for them.
+    """
     names = {r.data_name for r in study.records if r.data_name and r.config.data_sha256 == config.data_sha256}
-    words = ["--data", "DATA"] * (not config.is_own and any("synthetic" not in name for name in names))
+    images = config.data if config.data and Path(config.data).is_dir() else "DATA"
+    words = ["--data", shlex.quote(images)] * (not config.is_own and any("synthetic" not in name for name in names))
     words += ["--device", "cpu"] * (config.device == "cpu" and any(r.machine.gpus for r in study.records))
     usual = study.published or study.output_dir in (Path(), output_folder(None))
     return words + ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)
