@@ -2,20 +2,25 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.record import LedgerError
+from ddpm_lab.training.setting import own_data
+
+BF16 = RunConfig(precision="bf16")
 
 
 def test_published_records_of_this_machine_go_before_later_ones(
@@ -30,6 +35,24 @@ def test_published_records_of_this_machine_go_before_later_ones(
     shown = experiments.run("peers", output_dir=tmp_path).study
     assert {r.machine.key for r in shown.records} == {hardware.machine().key}
     assert shown.published
+
+
+def test_the_labs_trainer_and_ones_own_answer_apart(tmp_path: Path) -> None:
+    """Where a ledger holds a question of one's own training alone, that answers it, and no published claim."""
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"),), data_sha256=f"{own_data('mine:make')}1")
+    rows = {"bf16": (dataclasses.replace(own, precision="bf16"), 1.7)}
+    ledger = Ledger(tmp_path / LEDGER)
+    ledger.append(make.on(hardware.machine(), make.sets(rows, baseline=own)))
+
+    def configs(name: str, **how: Any) -> set[str]:
+        return {r.config.work_name for r in experiments.run(name, ledger=ledger.path, **how).study.records}
+
+    assert configs("amp") == configs("amp", workload="mine:make") == {"mine:make"}
+    assert configs("amp", workload="other:make") == configs("multi_gpu") == set()
+    asked = {"output_dir": tmp_path, "image_size": 8, "cores": 1, "quiet": True}
+    assert experiments.study_of(plan_question("claims", **asked)).records == ()
+    ledger.append(make.on(hardware.machine(), make.sets({"bf16": (BF16, 1.1)})))
+    assert configs("amp") == {"tiny"}
 
 
 @pytest.mark.slow

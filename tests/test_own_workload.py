@@ -83,6 +83,14 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
         assert all("mine:make" in f.name for f in asked.families)
 
 
+def test_numbers_of_workers_are_shown_to_learn_the_same() -> None:
+    trials = ask("workers", setup(WHOLE)).trials
+    assert [t.config.loader_workers for t in trials] == [0, 2, 1]
+    assert {(t.config.workload, t.config.option("images", 0), t.config.option("draws", 1)) for t in trials} == {
+        (OWN, 20 * trials[0].config.global_batch_size, 0)
+    }
+
+
 def test_its_figures_lie_beside_those_of_the_labs_trainer() -> None:
     files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
     assert files == ["03_amp", "03_amp_mine_make"]

@@ -1,6 +1,7 @@
 """The recommendation: each step's gain, what is recommended, what comes next, the file of settings, the command."""
 
 import copy
+import functools
 import json
 import math
 import os
@@ -27,7 +28,9 @@ from matplotlib.text import Text
 from ddpm_lab.config import DDPM, LOADER_ALONE, OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, quality, stats
 from ddpm_lab.explain.selection import Study
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
 from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Family, Plan, Value
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
@@ -208,6 +211,53 @@ def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None
     assert "curl" not in question.answer(study(hostile)).finding.way_out
     named = make.sets({"bf16": (NARROW, 1.6)}, experiment="amp; curl example.org | sh #")
     assert " 'amp; curl example.org | sh #' " in answer(study(named)).finding.way_out
+
+
+def test_a_search_that_decided_nothing_says_how_it_goes_on() -> None:
+    gains = {"bf16": 1.05, "2 ranks": 1.04, "fused kernels": 0.8}
+    for how in ({"noise": 0.15}, {"sets": 3}):
+        found = question.answer(study(planted.searched(gains=gains, **how))).finding
+        assert found.status in (stats.INCONCLUSIVE, stats.TOO_FEW)
+        assert found.way_out == "ddpm-lab recommend --network tiny --batch-size 8"
+
+
+def test_an_answer_is_about_one_network_and_names_it() -> None:
+    """That of a report first, whatever else was searched or measured, then what was measured last."""
+    searched = planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed")))
+    assert " for seed: " in answer(study(searched)).finding.headline
+    mixed = answer(study(searched, amp(0.8)))
+    assert (mixed.finding.headline, mixed.views) == ("Keep the defaults: nothing measured here is faster", [])
+    later = make.environment(date="2026-01-06T10:00:00+00:00")
+    ddpm = [replace(r, environment=later) for r in amp(0.8, RunConfig(network="ddpm"))]
+    files = replace(SEED, loader="files")
+    workers = make.sets({"2 workers": (replace(files, loader_workers=2), 1.3)}, baseline=files, experiment="workers")
+    assert {c.config.network for c in question.measured(study(ddpm, workers))} == {"ddpm"}
+
+
+def test_what_would_judge_a_training_of_ones_own() -> None:
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"),), loader="files")
+    bf16 = make.sets({"bf16": (replace(own, precision="bf16"), 1.6)}, baseline=own)
+    judged = [replace(r, witness={"ranks": [{"rank": 0, "offers": ["loss", "held_out_loss"]}]}) for r in bf16]
+    typed = "ddpm-lab run amp --workload mine:make --batch-size 32 --seeds 8"
+    assert answer(study(judged)).finding.way_out == typed
+    assert answer(study(bf16)).finding.way_out == f"a held_out_loss and then {typed}"
+    workers = make.sets({"2 workers": (replace(own, loader_workers=2), 1.3)}, baseline=own, experiment="workers")
+    assert answer(study(workers)).finding.way_out == "", "twenty steps told already that it may learn something else"
+
+
+def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another network's search has left one."""
+    done = functools.wraps(experiments.recommend)(lambda **_: SimpleNamespace(experiment=asked))
+    monkeypatch.setattr(experiments, "recommend", done)
+    ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
+    for network, busy in (("tiny", 0.0), ("seed", 2.0)):
+        base = replace(planted.BASE, network=network)
+        found = planted.searched(replace(planted.SPACE, baseline=base))
+        ledger.append(make.on(here, [make.windowed(r, others_cores=busy) for r in found]))
+        asked = SimpleNamespace(configurations=[base])
+        code, out, _ = call("recommend", "--network", network, "--output-dir", tmp_path)
+        assert code == 0
+        assert (f"settings: {tmp_path}" in out, "settings: none" in out) == (not busy, bool(busy))
 
 
 def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:

@@ -51,7 +51,7 @@ from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
-from ddpm_lab.questions.recommendation import FILE
+from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking
 
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     if STRATEGY in names:
         return strategy(options, names)
     measured: list[planning.Planned] = []
-    if reads(options, "experiments", "bands"):
+    if reads(options, "experiments", "bands", *["workload"] * ("bottleneck" not in names)):
         answers = [_read(name, options) for name in names]
     else:
         common = asked(options) | given(options, "cores")
@@ -144,9 +144,11 @@ def _read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The answer of records that exist."""
     if name == "bottleneck":
         output = output_folder(options.output_dir)
-        every = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
+        lab = partial(experiments.of_training, workload=None)
+        files = ledgers(options.ledger, output)
+        every = read_study(files, RECOMMENDATION, output, machine=options.machine, among=lab)
         return {"experiment": name, **bottleneck_report(every)}
-    shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands"))
+    shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands", "workload"))
     return {"experiment": name, **_told(shown)}
 
 
@@ -326,16 +328,16 @@ def recommend(options: argparse.Namespace) -> int:
         say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
     study, said = found.study, found.finding
-    path = study.output_dir / FILE
+    path = None if no_search else write_settings(study)
     names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
-    told = table.values({name: getattr(said, name) for name in names} | {"settings": None if no_search else str(path)})
+    told = table.values({name: getattr(said, name) for name in names} | {"settings": path and str(path)})
     lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
     if not no_search and not options.json:
         image = study.output_dir / "image_output" / f"{found.file}.png"
         save(found.figure(), image)
         lines.append(f"figure: {image}")
         if options.workload is None:  # a file is for ddpm-lab train
-            lines.append(f"settings: {path}" if path.exists() else "no search was made")
+            lines.append(f"settings: {path}" if path else "settings: none, for no search has an answer yet")
     tell(options, told, lines)
     return 0 if study.records else 1
 

@@ -262,10 +262,14 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
     rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
-    offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
-    missing = study.records[-1].config.is_own and "held_out_loss" not in offers
-    command = f"{command_of(study, lead(rows))} --seeds 8" if rows else ""
-    return f"{'a held_out_loss and then ' * missing}{command}" if command else ""
+    return judging(study, command_of(study, lead(rows)), rows[0].baseline) if rows else ""
+
+
+def judging(study: Study, command: str, config: RunConfig) -> str:
+    """The command that also trains, from seeds, and before it what a training of the user's lacks for that."""
+    mine = [r for r in study.records if r.config.work_name == config.work_name]
+    offers = [o for r in mine for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
+    return f"{'a held_out_loss and then ' * (config.is_own and 'held_out_loss' not in offers)}{command} --seeds 8"
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:

@@ -83,15 +83,13 @@ def run(
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def measured_here(
-    name: str, output_dir: str | Path | None, *, workload: str | None = None, network: str | None = None
-) -> Study:
-    """The records of this machine that answer a question; a study without records where there are none."""
+def measured_here(name: str, output_dir: str | Path | None, *, workload: str | None = None, **of: Any) -> Study:
+    """The records of this machine that answer a question, ``of`` a network and device; none where there are none."""
     output, here = output_folder(output_dir), hardware.machine().key
     heads = [h for h in of_training(Ledger(output / LEDGER).heads()[0], workload) if h.machine.key == here]
     if not any(name in (h.experiment, RECOMMENDATION) for h in heads):
         return study([], name, output_dir=output)
-    return _stored(name, output, None, here, workload=workload, network=network)
+    return _stored(name, output, None, here, workload=workload, **of)
 
 
 def _published(name: str, output: Path) -> Study:
@@ -115,7 +113,8 @@ def study_of(measured: Planned) -> Study:
     (machine, code, _, plan), name = measured.cohort, measured.experiment.name
 
     def mine(h: Head) -> bool:
-        return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or name in BESIDE_OTHERS)
+        beside = name in BESIDE_OTHERS and not h.cohort[2].startswith(OWN_DATA)
+        return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or beside)
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
@@ -160,6 +159,7 @@ def recommendation(
     """
     choice("preset", preset, PRESETS)
     output, measures = output_folder(output_dir), ledger is None and machine is None
+    of = {name: settings.get(name) for name in ("network", "device")}
     if measures and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
@@ -172,11 +172,11 @@ def recommendation(
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
             say("note: what is left of the time is too short for a search")
         else:
-            recommend(minutes=minutes, **settings)
-    of = {"workload": workload, "network": settings.get("network")}
+            searched = recommend(minutes=minutes, **settings).experiment.configurations[0]
+            of = {"network": None if searched.is_own else searched.network, "device": searched.device}
     if not measures:
-        return answer(_stored(RECOMMENDATION, output, ledger, machine, **of))
-    shown = measured_here(RECOMMENDATION, output, **of)
+        return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
+    shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
     write_settings(shown)
     return answer(shown)
 
@@ -195,12 +195,21 @@ def _stored(
     *,
     workload: str | None = None,
     network: str | None = None,
+    device: str | None = None,
 ) -> Study:
+    """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's."""
     output = output_folder(output_dir)
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
-    found = read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
-    mine = tuple(r for r in found.records if network is None or r.config.network == network)
-    return dataclasses.replace(found, records=mine)
+
+    def mine(heads: Sequence[Head]) -> list[Head]:
+        found, asked = of_training(heads, workload), [h for h in heads if name in (h.experiment, RECOMMENDATION)]
+        if workload is None and asked and not any(h in asked for h in found):
+            return [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
+        return found
+
+    found = read_study(files, name, output, machine=machine, among=mine)
+    records = [r for r in found.records if network is None or r.config.network == network]
+    return dataclasses.replace(found, records=tuple(r for r in records if device is None or r.config.device == device))
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

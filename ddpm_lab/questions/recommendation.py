@@ -157,18 +157,36 @@ def single(c: Comparison) -> bool:
 def measured(study: Study) -> list[Comparison]:
     """Return the comparisons of single changes of a training step, those with sets, the primary ones first.
 
-    All of one network and device: a GPU's go first, then what a report measures by default, then the latest.
+    All of the network and device that are ``_shown``.
     """
+    work = _shown(study)
+    return sorted((c for c in _every(study) if _work(c.baseline) == work), key=lambda c: not c.primary)
+
+
+@once
+def _every(study: Study) -> list[Comparison]:
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
-    found = [c for c in found if c.config.workload in (DDPM, OWN)]
-    last = {_work(r.config): i for i, r in enumerate(study.records)}
-    order = {work: (work[1] == "cuda", work[0] == usual_network(work[1]), i) for work, i in last.items()}
-    shown = max((_work(c.baseline) for c in found), key=order.__getitem__, default=None)
-    return sorted((c for c in found if _work(c.baseline) == shown), key=lambda c: not c.primary)
+    return [c for c in found if c.config.workload in (DDPM, OWN)]
+
+
+@once
+def _shown(study: Study) -> tuple[str, str] | None:
+    """Return the one network, or training of the user's, and device that an answer is about; None without a gain.
+
+    A GPU's go first, then what a report measures by default, then the latest.
+    """
+    works = {_work(c.baseline) for c in _every(study)} | {_work(r.config) for r in study.records if r.role == "space"}
+    last = {work: max(moment(r.date) for r in study.records if _work(r.config) == work) for work in works}
+    return max(works, key=lambda w: (w[1] == "cuda", w[0] == usual_network(w[1]), last[w]), default=None)
 
 
 def _work(config: RunConfig) -> tuple[str, str]:
     return config.work_name, config.device
+
+
+def _for(config: RunConfig) -> str:
+    """Return for which network settings are recommended, where that is not the one that a report measures by itself."""
+    return "" if config.is_own or config.network == usual_network(config.device) else f" for {config.network}"
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
@@ -261,7 +279,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     warnings = machine_state.warnings(study)
     able = [c for c in comparisons(study) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
     if not rows and any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
-        last = next((r for r in reversed(study.records) if r.role == "space" and r.space is not None), None)
+        last = _last_space(study)
         search = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else ""
         return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=search or _again(study))
     if not rows:
@@ -271,11 +289,12 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        headline = f"Use {best.label}: {gain}{findings.with_cores(best)}, quality {judged}"
+        headline = f"Use {best.label}{_for(best.baseline)}: {gain}{findings.with_cores(best)}, quality {judged}"
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
-        found = about(study, best, f"{findings.difference(best)}; quality {best.quality}", *warnings)
+        headline = f"{findings.difference(best)}{_for(best.baseline)}; quality {best.quality}"
+        found = about(study, best, headline, *warnings)
         return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
@@ -286,7 +305,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         known = "not faster" if all(c.answered for c in asked) else "not known to be faster"
         why = f"the only gains are in {phrases.joined(formats)}, which is itself {known}"
     unknown = [c for c in rows if c.primary and not c.answered]
-    headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
+    headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
     status = stats.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
@@ -310,8 +329,8 @@ def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
 def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
     if c.verdict == stats.FASTER and c.equivalence.verdict in OPEN:
-        able = c.experiment != "bottleneck" and c.equivalence.reason != quality.NO_LOSS_KNOWN
-        return f"{findings.command_of(study, c)} --seeds 8" if able else ""
+        able = c.experiment not in ("bottleneck", "workers") and c.equivalence.reason != quality.NO_LOSS_KNOWN
+        return findings.judging(study, findings.command_of(study, c), c.baseline) if able else ""
     return findings.way_out_of(study, c)
 
 
@@ -383,11 +402,17 @@ class Recommendation:
         return self.steps[self.count]
 
 
+def _last_space(study: Study) -> RunRecord | None:
+    """Return what the last search could choose from, of the network and device that are ``_shown``."""
+    work = _shown(study)
+    spaces = [r for r in study.records if r.role == "space" and r.space is not None and _work(r.config) == work]
+    return sorted(spaces, key=lambda r: moment(r.date))[-1] if spaces else None
+
+
 @once
 def recommendation(study: Study) -> Recommendation | None:
     """Return what the last search in a study of all experiments found; None without one that was measured again."""
-    last = next((r for r in reversed(study.records) if r.role == "space" and r.space is not None), None)
-    if last is None:
+    if (last := _last_space(study)) is None:
         return None
     space, whose = Space.from_dict(last.config, last.space or {}), attrgetter("experiment", "family", "baseline_id")
     mine = tuple(r for r in study.records if whose(r) == whose(last) and r.role != "space")
@@ -467,24 +492,28 @@ def _of_search(found: Recommendation) -> Finding:
         if found.belief.sets.keys() <= {found.space.start}:
             goes_on = _search_command(where, found.space)
             return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=goes_on)
-        return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
+        return plain(where, f"Keep the baseline{_for(base)}: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
     words, faster = found.space.changed(step.cell), phrases.difference(row.ratio.value) + findings.with_cores(row)
     if found.count:
-        headline = f"Use {words}: {faster}, quality {row.quality}"
+        headline = f"Use {words}{_for(base)}: {faster}, quality {row.quality}"
     elif found.reach:
-        headline = f"{words}: {faster}; quality {row.quality}{' yet' * (judged.verdict == quality.NOT_MEASURED)}"
+        yet = " yet" * (judged.verdict == quality.NOT_MEASURED)
+        headline = f"{words}{_for(base)}: {faster}; quality {row.quality}{yet}"
     elif row.verdict == stats.FASTER:
-        headline = f"Keep the baseline: {words} is faster, and its quality is {row.quality}"
+        headline = f"Keep the baseline{_for(base)}: {words} is faster, and its quality is {row.quality}"
     else:
-        headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(row)}"
-    again = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
+        headline = f"Nothing to use yet{_for(base)}: {words} against the baseline is {phrases.outcome(row)}"
+    against = f"{phrases.work(base)}, {phrases.settings(base)}, batch {base.global_batch_size}"
+    again = f"Measured again after the search, against {against}."
     told = about(where, row, headline, again, f"Quality: {quality.full(judged)}.", *rest)
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
+    if not (found.count or found.reach or row.answered):
+        return replace(told, way_out=_search_command(where, found.space))
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
         return replace(told, status=status)
-    return replace(told, status=status, way_out=f"{_search_command(found.study, found.space)} --seeds 8")
+    return replace(told, status=status, way_out=findings.judging(where, _search_command(where, found.space), base))
 
 
 def _search_command(study: Study, space: Space) -> str:

@@ -149,7 +149,7 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
     rows = [(space.changed(cell), cells[cell]) for cell in steps[1:]]
     trials: tuple[Trial, ...] = ()
     for (label, config), before in zip(rows, steps, strict=False):
-        if config.differences(cells[before]).keys() <= {"loader", "loader_workers"} and not setup.own:
+        if config.differences(cells[before]).keys() <= {"loader", "loader_workers"}:
             pair = Family(name=name, baseline=cells[before], baseline_label=START, candidates=((label, config),))
             trials += identity_trials(pair)
     found = rows[-1][0] if rows else ""

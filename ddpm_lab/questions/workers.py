@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.config import DDPM, LOADER_ALONE
+from ddpm_lab.config import DDPM, LOADER_ALONE, OWN
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
@@ -59,8 +59,8 @@ def workers(
         families.append(Family(name=name, baseline=base, baseline_label=label(first), candidates=rows, primary=primary))
         many = [n for n in asked if n > setup.usable_cores]
         left_out += [(name, label(n), f"more than the {setup.cores_name}") for n in many]
-    # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
-    trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
+    # What a loader changes is nothing, shown to the last bit; but a dataset of the user's may draw in its workers.
+    trials = tuple(t for f in families if f.baseline.workload in (DDPM, OWN) for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
 
 
