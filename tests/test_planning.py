@@ -4,14 +4,16 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.measure import hardware
+from ddpm_lab.plan import Plan
 from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
@@ -186,6 +188,9 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     both.renewed().campaign.look()
     assert (base_of(plan()).threads, looked) == (0, [2])
     assert (plan("batch_size"), looked)[1] == [2, 2], "another question chooses its own"
+    busy(monkeypatch, free=1)
+    other = [base_of(plan(**of)).threads for of in ({"network": "seed"}, {"global_batch_size": 4}, {})]
+    assert other == [1, 1, 0], "and so do another network and batch"
 
 
 def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Asking) -> None:
@@ -202,6 +207,13 @@ def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Aski
     other = plan("torch_compile", network="tiny", precision="bf16")
     write(other, sets_of(other, 1))
     assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
+    campaign, here = plan().campaign, hardware.machine()
+    for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
+        own = RunConfig(workload=OWN, options=(("make", f"mine:{expected}"),))
+        rows = make.sets({"bf16": (dataclasses.replace(own, precision="bf16"), ratio)}, baseline=own)
+        campaign.ledger.append(make.on(here, [dataclasses.replace(r, code_version=expected) for r in rows]))
+        instrument: Any = SimpleNamespace(code=SimpleNamespace(key=expected))
+        assert planning.compiled_in(own.work_name, Plan(), instrument, campaign.ledger) == expected
 
 
 def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:

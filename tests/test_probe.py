@@ -248,12 +248,14 @@ def test_another_trainer_gets_the_formats_in_which_it_is_fastest_once(
 ) -> None:
     theirs = RunConfig(workload="ddpm_lab.training.peers:diffusers", precision="bf16", freed_memory="kept")
     monkeypatch.setattr(probe, "multiplies_bf16", lambda: True)
-    how: dict[str, Any] = {"threads": 2, "output": tmp_path, "progress": lambda _: None}
+    how: dict[str, Any] = {"threads": 2, "output": tmp_path, "probing": True, "progress": lambda _: None}
+    asked = {**how, "probing": False}
+    assert probe.formats_of(theirs, **asked) == {"precision": "bf16", "channels_last": True}, "nothing is measured"
     machine = Machine({"fp32, NCHW": 0.3, "fp32, channels-last": 0.2, "bf16, NCHW": 0.9, "bf16, channels-last": 0.8})
     monkeypatch.setattr(probe, "Group", machine)
     assert probe.formats_of(theirs, **how) == {"precision": "fp32", "channels_last": True}
     monkeypatch.setattr(probe, "Group", None)
-    assert probe.formats_of(theirs, **how) == {"precision": "fp32", "channels_last": True}, "kept"
+    assert probe.formats_of(theirs, **asked) == {"precision": "fp32", "channels_last": True}, "kept"
     monkeypatch.setattr(probe, "multiplies_bf16", lambda: False)
     machine = Machine({"fp32, NCHW": 0.5, "fp32, channels-last": 1.0, "plain fp32": 0.5})
     monkeypatch.setattr(probe, "Group", machine)

@@ -19,7 +19,7 @@ from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
-from ddpm_lab.ledger import Ledger, load
+from ddpm_lab.ledger import Head, Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.cluster import current
@@ -48,7 +48,7 @@ from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.bottleneck import check_memory
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.search import SEARCH_PLAN
-from ddpm_lab.record import TWIN, Cohort
+from ddpm_lab.record import TWIN, Cohort, RunRecord
 from ddpm_lab.training.setting import (
     OWN_DATA,
     Images,
@@ -364,11 +364,11 @@ def _experiment(
     """The experiment with its images prepared, and the instrument, which then knows images and code."""
     device, most, own = usual_device(asked.device), instrument.usable_cores, asked.workload is not None
     cores = most if asked.preset == "smoke" and not asked.cores else asked.cores  # it calls nothing
-    cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own)
     grid, fleet = dict(asked.grid), current()
     network = asked.network or usual_network(device, name)
-    if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and not own:
-        grid["precision"] = compiled_in(network, target.plan, instrument, ledger)
+    work, batch = asked.workload or network, grid.get("global_batch_size")
+    cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own, work=work, batch=batch)
+    compiles = name == "torch_compile" and grid.get("precision") is None and device == "cpu"
     setup = Setup(
         preset=asked.preset,
         network=network,
@@ -391,12 +391,14 @@ def _experiment(
             setup, instrument = with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
-            if name == "peers" and device == "cpu" and asked.preset != "smoke" and target.seconds != 0:
-                formats = _formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
-                setup = replace(setup, formats=formats)
+            probing = asked.preset != "smoke" and target.seconds != 0
+            if name == "peers" and device == "cpu":
+                how = {"output": output_folder(asked.output_dir), "progress": progress, "probing": probing}
+                setup = replace(setup, formats=_formats(ask(name, setup, **grid), cores, **how))
             if name == "bottleneck":
-                probing = asked.preset != "smoke" and target.seconds != 0
                 grid |= _trained_with(setup, grid, output_folder(asked.output_dir), progress, probing=probing)
+        if compiles:
+            grid["precision"] = compiled_in(work, target.plan, instrument, ledger)
         parts.append(ask(name, setup, **grid))
     rows = ("families", "left_out", "profiles", "trials", "checks")  # of the rest a question has only one
     every: dict[str, Any] = {row: tuple(one for part in parts for one in getattr(part, row)) for row in rows}
@@ -431,12 +433,11 @@ def _trained_with(
     return {name: getattr(found, name) for name in usual}
 
 
-def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> dict[str, dict[str, Any]]:
+def _formats(experiment: Experiment, cores: int, **how: Any) -> dict[str, dict[str, Any]]:
     """Number and memory format in which each tuned trainer is fastest here, measured once for a network and batch."""
     rows = [(label.removesuffix(TUNED), c) for f in experiment.families for label, c in f.candidates if TUNED in label]
-    how: dict[str, Any] = {"output": output, "progress": instrument.progress}
     return {
-        peer: probe.formats_of(config, threads=config.threads or instrument.usable_cores, **how)
+        peer: probe.formats_of(config, threads=config.rank_threads(cores), **how)
         for peer, config in rows
         if peer == PUBLISHED or hardware.package_version(peer)
     }
@@ -456,12 +457,22 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
 
 
 def cores_of(
-    name: str, asked: int | None, device: str, instrument: Instrument, ledger: Ledger, *, target: Target, own: bool
+    name: str,
+    asked: int | None,
+    device: str,
+    instrument: Instrument,
+    ledger: Ledger,
+    *,
+    target: Target,
+    own: bool,
+    work: str,
+    batch: int | None,
 ) -> int:
     """Cores to measure a question with: those asked for, those of its earlier sets here, or those that are free.
 
-    They are chosen once: a later change of load measures nothing again by itself. Of several answers that with all
-    cores leads; sets that compared nothing, for want of cores, choose none for further ones.
+    They are chosen once for a network, or training of the user's, and a batch that is asked for: a later change of load
+    measures nothing again by itself. Of several answers that with all cores leads; sets that compared nothing, for want
+    of cores, choose none for further ones.
     """
     most = instrument.usable_cores
     if asked is not None:
@@ -475,7 +486,12 @@ def cores_of(
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
     mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
     stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
-    shown = load([h for h in mine if h.role == "look"])[0] or load(stopped[-1:])[0]
+
+    def alike(heads: Sequence[Head]) -> list[RunRecord]:
+        found = [r for r in load(heads)[0] if r.config.work_name == work]
+        return [r for r in found if batch in (None, r.config.global_batch_size)]
+
+    shown = alike([h for h in mine if h.role == "look"]) or alike(stopped)[-1:]
     if target.seconds != 0:
         shown = [r for r in shown if not r.config.threads or r.look is None or r.look["log_ratios"].keys() - {TWIN}]
     known = [r.config.threads * r.config.node_size for r in shown if r.config.device == "cpu"]
@@ -484,18 +500,21 @@ def cores_of(
     return most if target.seconds == 0 else free_cores()
 
 
-def compiled_in(network: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
-    """The precision in which a CPU compiles a network: that of earlier sets, else bf16 if called faster, or fp32."""
+def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
+    """The precision in which a CPU compiles a network, or a training of the user's.
+
+    That of earlier sets, else bf16 if it was called faster, or fp32.
+    """
     here = (hardware.machine().key, instrument.code.key)
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
     wanted = ("torch_compile", "baseline", plan.key)
     before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
-    if earlier := [r.config.precision for r in before if r.config.network == network]:
+    if earlier := [r.config.precision for r in before if r.config.work_name == work]:
         return earlier[-1]
     if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
-    found = [c for c in comparisons(study(records, "amp")) if c.config.network == network] if records else []
+    found = [c for c in comparisons(study(records, "amp")) if c.config.work_name == work] if records else []
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 
 

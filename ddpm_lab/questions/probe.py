@@ -88,10 +88,11 @@ def fastest(
     return (dataclasses.replace(config, **tried[0]), tried[1]) if tried else (config, "")
 
 
-def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) -> dict[str, Any]:
+def formats_of(config: RunConfig, *, threads: int, output: Path, probing: bool, progress: Say) -> dict[str, Any]:
     """Number and memory format in which another trainer is fastest on this CPU, measured once and kept.
 
-    Those of ``config`` where nothing could be compared. bf16 is tried where it has instructions.
+    Those of ``config`` where nothing could be compared, or without ``probing`` nothing is kept. bf16 is tried where it
+    has instructions.
     """
     plain = dataclasses.replace(config, precision="fp32", channels_last=False)
     neutral = dataclasses.replace(plain, data="", data_sha256="", seed=0)
@@ -99,12 +100,12 @@ def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) 
     precisions = ("fp32", "bf16") if multiplies_bf16() else ("fp32",)
     tried = [dataclasses.replace(plain, precision=p, channels_last=c) for p in precisions for c in (False, True)]
     contest = _Contest({_name(c): c for c in tried}, plain, threads, progress)
-    found = _fastest_of(contest, key, output / FILE, sys.maxsize)
+    found = _fastest_of(contest, key, output / FILE, sys.maxsize if probing else 0)
     return {name: found[0][name] if found else getattr(config, name) for name in ("precision", "channels_last")}
 
 
 def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
-    """Settings of the fastest choice, and why: those kept in ``path``, or what is found now; None without a result.
+    """Settings of the fastest choice, and why: those kept in ``path``, or found for ``steps``; None without a result.
 
     What was found is kept for the next start, if it holds then.
     """
@@ -113,6 +114,8 @@ def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[di
         found = {name: kept["settings"][name] for name in SETTINGS}
         dataclasses.replace(contest.plain, **found)
         return found, f"{kept['why']} ({kept['date']})"
+    if not steps:
+        return None
     contest.progress("probing settings")
     chosen = contest.run(steps)
     if chosen is None:
