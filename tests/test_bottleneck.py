@@ -14,10 +14,11 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.measure import bottleneck_study
-from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import OWN, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions import bottleneck as question
@@ -39,6 +40,7 @@ from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import plan_experiment
 from ddpm_lab.questions.recommendation import Change
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.setting import own_data
 
 CONFIG = RunConfig(global_batch_size=8)
 FILES = RunConfig(loader="files", global_batch_size=8)
@@ -378,5 +380,10 @@ def test_what_is_the_same_is_judged_by_the_resolution_that_was_asked_for(tmp_pat
         "device": "cpu",
     }
     planned = planning.plan_question("bottleneck", minutes=0, resolution=0.1, quiet=True, **asked)
-    planned.ledger.touch()
-    assert bottleneck_study(planned).resolution == 0.1
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"),), data_sha256=f"{own_data('mine:make')}1")
+    later = make.environment(hardware.machine(), "2026-01-06T10:00:00+00:00")
+    users = make.sets({"bf16": (replace(own, precision="bf16"), 0.7)}, baseline=own)
+    labs = make.on(hardware.machine(), make.sets({"bf16": (BF16, 1.3)}))
+    Ledger(planned.ledger).append([*labs, *(replace(r, environment=later) for r in users)])
+    found = bottleneck_study(planned)
+    assert (found.resolution, {r.config.work_name for r in found.records}) == (0.1, {"tiny"})

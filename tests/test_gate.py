@@ -21,11 +21,13 @@ from conftest import Call
 from git_repository import commit, git, repository, write
 
 import ddpm_lab
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import gate, planning
 from ddpm_lab.questions.ask import answer
@@ -132,8 +134,20 @@ def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tm
     git(lab, "restore", ".")
     config = lab / "ddpm_lab" / "config.py"
     config.write_text(config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str"))
-    code, _, err = lab_command(lab, "--against", "main")
+    (lab / "other.toml").write_text("netz = 1\n")
+    code, _, err = lab_command(lab, "other.toml", "--against", "main")
     assert (code, "the lab in main does not know these settings" in err) == (2, True)
+
+
+def test_a_revision_knows_settings_though_it_has_others_and_names_their_work_otherwise(tmp_path: Path) -> None:
+    lab = lab_checkout(tmp_path)
+    config, there = lab / "ddpm_lab" / "config.py", Tree(revision="", folders=(str(lab),), apart="")
+    text = config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str")
+    config.write_text(text.replace("return digest({name", 'return "id-" + digest({name'))
+    gate._refuse_other_settings(RunConfig(global_batch_size=8), there, "main")
+    config.write_text(text.replace("= 1000", "= 900"))
+    with pytest.raises(ConfigError, match="they name other work there"):
+        gate._refuse_other_settings(RunConfig(), there, "main")
 
 
 def lab_checkout(folder: Path) -> Path:

@@ -211,6 +211,10 @@ def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Aski
     for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
         own = RunConfig(workload=OWN, options=(("make", f"mine:{expected}"),))
         rows = make.sets({"bf16": (dataclasses.replace(own, precision="bf16"), ratio)}, baseline=own)
+        gpu = dataclasses.replace(own, device="cuda")
+        rows += make.sets({"bf16": (dataclasses.replace(gpu, precision="bf16"), 1.6)}, baseline=gpu)
+        tf32 = dataclasses.replace(gpu, precision="tf32")
+        rows += make.sets({"compiled": (tf32, 1.6)}, baseline=tf32, experiment="torch_compile")
         campaign.ledger.append(make.on(here, [dataclasses.replace(r, code_version=expected) for r in rows]))
         instrument: Any = SimpleNamespace(code=SimpleNamespace(key=expected))
         assert planning.compiled_in(own.work_name, Plan(), instrument, campaign.ledger) == expected

@@ -172,7 +172,9 @@ def test_what_a_search_recommends_needs_no_probe(
     space = dataclasses.replace(planted.SPACE, baseline=base)
     found = planted.searched(space, sets=6)
     told = make.trials({"it": (dataclasses.replace(base, precision="bf16", world_size=2), 0.0)}, baseline=base)
-    Ledger(tmp_path / LEDGER).append([*found, *(told if known else ())])
+    gpu = dataclasses.replace(base, device="cuda", freed_memory="default", kernels="aten")
+    beside = make.sets({"bf16": (dataclasses.replace(gpu, precision="bf16"), 0.5)}, baseline=gpu)
+    Ledger(tmp_path / LEDGER).append([*found, *(told if known else ()), *beside])
     monkeypatch.setattr(hardware, "machine", lambda: found[0].environment.machine)
     machine = play(**SPEEDS)
     mine = dataclasses.replace(USUAL, world_size=2 if known else 1)  # as what was found, or as the baseline

@@ -260,6 +260,23 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
         assert (f"settings: {tmp_path}" in out, "settings: none" in out) == (not busy, bool(busy))
 
 
+def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_path: Path) -> None:
+    """A report, which searches nothing for its last page, leaves the file; records answer for each network."""
+    ledger, file, here = Ledger(tmp_path / LEDGER), tmp_path / question.FILE, hardware.machine()
+    ledger.append(
+        make.on(here, planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed"))))
+    )
+    for later in ([], amp(0.8)):
+        ledger.append(make.on(here, later))
+        experiments.recommendation(minutes=0, output_dir=tmp_path)
+        assert tomllib.loads(file.read_text())["network"] == "seed"
+    for words, network in (((), "tiny"), (("--network", "seed"), "seed")):
+        code, out, _ = call("recommend", "--ledger", ledger.path, *words, "--json")
+        assert (code, " for seed: " in json.loads(out)["headline"]) == (0, network == "seed")
+    smoke = planted.searched(replace(planted.SPACE, preset="smoke"), sets=3)
+    assert "--preset" not in question.answer(study(smoke)).finding.way_out, "which would measure nothing more"
+
+
 def test_a_search_whose_sets_were_all_disturbed_has_no_answer() -> None:
     records = [r for r in planted.searched(winner=(0, 0, 0, 0)) if r.experiment != SEARCH]
     found = question.answer(study(records)).finding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callabl
     with pytest.raises(ConfigError, match=r"sampler is 'ddpm'; seed is 1"):
         draw(checkpoint, 3, sampler="ddpm", seed=1)
     note = checkpoint.parent / "images" / "sampling.json"
+    assert json.loads(note.read_text()).keys() >= {"checkpoint", "seed"}
+    assert "run" not in json.loads(note.read_text()), "which another version may call by another id"
     for damaged in ("{", "[]", "null"):
         note.write_text(damaged)
         with pytest.raises(ConfigError, match="is damaged"):

@@ -310,7 +310,7 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    no_search = reads(options, "workload")
+    no_search = reads(options, "workload", "network", "device")
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = None if no_search else MINUTES.get(options.preset or "quick")
@@ -377,7 +377,8 @@ def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> pl
 def bottleneck_study(measured: planning.Planned) -> Study:
     """Every record of this machine that can say something."""
     mine = experiments.study_of(measured)
-    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0])
+    lab = partial(experiments.of_training, workload=None)
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     records = (*others, *mine.records)
     return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)

@@ -131,7 +131,7 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
     """Select the records, or heads of them, that ``study`` shows. Trials and looks come last."""
     found = list(told)
     if found:
-        key = _machine_key(found, machine)
+        key = machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]
     trials, looks = ([r for r in found if r.role == role] for role in (TRIAL, LOOK))
     found = [r for r in found if r.role not in (TRIAL, LOOK)]
@@ -154,7 +154,8 @@ def _by_experiment(records: Sequence[T]) -> list[list[T]]:
     return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 
 
-def _machine_key(records: Sequence[T], wanted: str | None) -> str:
+def machine_key(records: Sequence[T], wanted: str | None) -> str:
+    """The key of the machine that is ``wanted``, or of the only one. Raises LedgerError for none, or several."""
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
     if wanted is None and len(machines) > 1:

@@ -25,7 +25,17 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, note, read_study, study
+from ddpm_lab.explain.selection import (
+    BESIDE_OTHERS,
+    LOOK,
+    RECOMMENDATION,
+    TRIAL,
+    Study,
+    machine_key,
+    note,
+    read_study,
+    study,
+)
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
@@ -38,8 +48,8 @@ from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, SEARCH, Cell, Experiment, Sp
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
+from ddpm_lab.questions.recommendation import FILE, write_settings
 from ddpm_lab.questions.recommendation import combination as together
-from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data
@@ -159,7 +169,7 @@ def recommendation(
     """
     choice("preset", preset, PRESETS)
     output, measures = output_folder(output_dir), ledger is None and machine is None
-    of = {name: settings.get(name) for name in ("network", "device")}
+    of, searched = {name: settings.get(name) for name in ("network", "device")}, False
     if measures and (preset != "quick" if minutes is None else minutes > 0):
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
@@ -172,12 +182,13 @@ def recommendation(
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
             say("note: what is left of the time is too short for a search")
         else:
-            searched = recommend(minutes=minutes, **settings).experiment.configurations[0]
-            of = {"network": None if searched.is_own else searched.network, "device": searched.device}
+            base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
+            of = {"network": None if base.is_own else base.network, "device": base.device}
     if not measures:
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    write_settings(shown)
+    if searched or not (output / FILE).exists():  # which may be of another network's search
+        write_settings(shown)
     return answer(shown)
 
 
@@ -202,6 +213,9 @@ def _stored(
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
 
     def mine(heads: Sequence[Head]) -> list[Head]:
+        if machine is not None and heads:
+            key = machine_key(heads, machine)
+            heads = [h for h in heads if h.machine.key == key]
         found, asked = of_training(heads, workload), [h for h in heads if name in (h.experiment, RECOMMENDATION)]
         if workload is None and asked and not any(h in asked for h in found):
             return [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
@@ -239,6 +253,7 @@ def combination(planned: Planned) -> Planned | None:
         return None
     config = planned.experiment.configurations[0]
     of: dict[str, Any] = {"workload": config.work_name} if config.is_own else {"network": config.network}
+    of |= {"device": config.device}
     family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], **of))
     named = {(c.workload, c.options) for c in (family.baseline, *dict(family.candidates).values())} if family else set()
     if named - {(config.workload, config.options)}:  # records may tell of settings, and never name code to run

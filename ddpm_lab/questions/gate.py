@@ -7,6 +7,7 @@ times them is one and the same, or nothing is measured.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
@@ -146,11 +147,14 @@ def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workl
 
 def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
     """Raise ConfigError where the revision's own lab does not read these settings as the same work."""
-    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).run_id)"
+    code = "import json, pickle, sys; print(json.dumps(pickle.load(sys.stdin.buffer).flat))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(tree.path)}
     command = [sys.executable, "-P", "-c", code]
     asked = subprocess.run(command, input=pickle.dumps(config), capture_output=True, check=False, env=environment)
-    if asked.returncode or asked.stdout.decode().strip() != config.run_id:
+    mine = json.loads(json.dumps(config.flat))
+    theirs = {} if asked.returncode else json.loads(asked.stdout)
+    # What only one of them knows is at its default: a setting that is not is refused as unknown.
+    if not theirs or any(theirs[name] != mine[name] for name in mine.keys() & theirs.keys()):
         said = asked.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["they name other work there"]
         raise ConfigError(
             f"the lab in {against} does not know these settings as this one does: {said[0]}; compare with a revision "

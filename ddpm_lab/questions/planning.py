@@ -488,13 +488,13 @@ def cores_of(
     stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
 
     def alike(heads: Sequence[Head]) -> list[RunRecord]:
-        found = [r for r in load(heads)[0] if r.config.work_name == work]
+        found = [r for r in load(heads)[0] if (r.config.work_name, r.config.device) == (work, "cpu")]
         return [r for r in found if batch in (None, r.config.global_batch_size)]
 
     shown = alike([h for h in mine if h.role == "look"]) or alike(stopped)[-1:]
     if target.seconds != 0:
         shown = [r for r in shown if not r.config.threads or r.look is None or r.look["log_ratios"].keys() - {TWIN}]
-    known = [r.config.threads * r.config.node_size for r in shown if r.config.device == "cpu"]
+    known = [r.config.threads * r.config.node_size for r in shown]
     if known:
         return most if 0 in known else max(known)
     return most if target.seconds == 0 else free_cores()
@@ -509,12 +509,13 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
     wanted = ("torch_compile", "baseline", plan.key)
     before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
-    if earlier := [r.config.precision for r in before if r.config.work_name == work]:
+    if earlier := [r.config.precision for r in before if (r.config.work_name, r.config.device) == (work, "cpu")]:
         return earlier[-1]
     if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
-    found = [c for c in comparisons(study(records, "amp")) if c.config.work_name == work] if records else []
+    found = comparisons(study(records, "amp")) if records else []
+    found = [c for c in found if (c.config.work_name, c.config.device) == (work, "cpu")]
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 
 

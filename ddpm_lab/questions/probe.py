@@ -290,9 +290,11 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
         mine = [h for h in heads if not h.cohort[2].startswith(OWN_DATA)]
         if not any(h.role == "space" for h in mine):
             return None
-        measured = study(load(chosen(mine, RECOMMENDATION, machine=machine))[0], RECOMMENDATION, machine=machine)
-        found = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
-        best = found.best.row.config if found and found.count else None
+        found = load(chosen(mine, RECOMMENDATION, machine=machine))[0]
+        same = [r for r in found if (r.config.network, r.config.device) == (config.network, config.device)]
+        measured = study(same, RECOMMENDATION, machine=machine)
+        told = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
+        best = told.best.row.config if told and told.count else None
         if best and all(getattr(best, name) == getattr(config, name) for name in ALIKE):
             return dataclasses.replace(config, **{name: getattr(best, name) for name in open_})
     return None

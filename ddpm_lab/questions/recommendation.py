@@ -30,7 +30,7 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import PRESETS, SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord, moment
@@ -521,7 +521,7 @@ def _search_command(study: Study, space: Space) -> str:
     base = space.baseline
     words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
     words += [] if base.is_own else ["--network", base.network]
-    words += ["--preset", space.preset] * (space.preset in PRESETS and space.preset != "quick")
+    words += ["--preset", space.preset] * (space.preset == "full")
     words += [f"--batch-size {base.global_batch_size}"]
     words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in space.only]
     return " ".join([*words, *findings.where_of(study, base)])

@@ -118,7 +118,7 @@ def _plan(
         **{name: getattr(trained, name) for name in ("network", "image_size", "attention_axis", "diffusion")},
     )
     content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
-    return config, {"run": trained.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)}
+    return config, {"step": found.step, "checkpoint": content, **asdict(sampling)}
 
 
 def _claim(folder: Path, origin: dict[str, Any]) -> None:
