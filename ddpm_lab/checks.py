@@ -7,8 +7,10 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeGuard
 
 
@@ -78,6 +80,16 @@ def compiler(device: str) -> tuple[str, str, str, str | None]:
     kind, variable, usual = ("C++", "CXX", ("g++",)) if device == "cpu" else ("C", "CC", ("gcc", "clang"))
     names = (os.environ[variable],) if variable in os.environ else usual
     return f"{kind} compiler", usual[0], names[0], next(filter(None, map(shutil.which, names)), None)
+
+
+def missing_to_compile(device: str) -> str:
+    """Return what torch.compile needs for a device and is missing, with how to get it; empty where nothing is."""
+    kind, package, name, place = compiler(device)
+    if place is None:
+        return f"no {kind} ({name}); on Debian or Ubuntu: apt install {package}"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev"
+    return ""
 
 
 def missing_to_explain() -> str:

@@ -68,6 +68,9 @@ def test_arm_processors_and_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(setting, "least_capability", lambda found=capability: found)
         found = setting.usual_settings("cuda")
         assert (found["precision"], found["compile"]) == usual
+    monkeypatch.setenv("CC", "nogcc")
+    monkeypatch.setattr(setting, "least_capability", lambda: (9, 0))
+    assert setting.usual_settings("cuda")["compile"] == "off", "as in an image without a C compiler"
 
 
 @pytest.mark.slow

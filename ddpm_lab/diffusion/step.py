@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpm_lab.checks import compiler
+from ddpm_lab.checks import missing_to_compile
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Batch, open_loader
@@ -28,12 +27,8 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def require(config: RunConfig) -> None:
     """Raise Unsupported, with what to install, for a configuration this machine cannot run."""
-    if config.compile != "off":
-        kind, package, name, place = compiler(config.device)
-        if place is None:
-            raise Unsupported(f"no {kind} ({name}); on Debian or Ubuntu: apt install {package}")
-        if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
+    if config.compile != "off" and (missing := missing_to_compile(config.device)):
+        raise Unsupported(f"{missing}, or leave compiling out (--compile off)")
     if config.device == "cuda":
         if "NVIDIA_TF32_OVERRIDE" in os.environ:
             raise Unsupported("NVIDIA_TF32_OVERRIDE is set, and libraries then compute in another precision: unset it")

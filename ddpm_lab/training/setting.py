@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from ddpm_lab.checks import ConfigError, compiler, whole
+from ddpm_lab.checks import ConfigError, compiler, missing_to_compile, whole
 from ddpm_lab.config import (
     LOADER_ALONE,
     OBSERVED_OPTIONS,
@@ -57,7 +57,8 @@ def usual_settings(device: str) -> dict[str, Any]:
         capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
         # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-        own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
+        compiles = capability >= (7, 0) and not missing_to_compile("cuda")
+        own = {"kernels": "aten", "compile": "whole" if compiles else "off", "loader": "resident"}
     else:
         precision = "bf16" if multiplies_bf16() else "fp32"
         kernels = "fused" if compiler("cpu")[-1] else "aten"
