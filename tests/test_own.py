@@ -16,6 +16,7 @@ import own_modules
 import pytest
 import torch
 from fresh_processes import context
+from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -37,6 +38,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         own_modules.write(tmp_path, more)
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
+        counters.clear()  # of what other tests compiled
         return own(config(function, world_size=ranks, **settings), context(rank, ranks))
 
     yield made
@@ -162,6 +164,21 @@ def test_a_training_that_is_not_the_same_is_refused_and_a_larger_learning_rate_s
     assert "(mine.py, line 32)" in parameters
     assert "parameters 999 when it was looked at, 314 in rank 0" in parameters
     assert "sample float32 3 when it was looked at, (float32 3x8x8, int64) in rank 0" in sample
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, where a compiled model has a hook
+@pytest.mark.parametrize(
+    "given",
+    [
+        "model=torch.compile(Net(), backend='eager'), loss=loss",
+        "model=Net(), loss=torch.compile(loss, backend='eager')",
+    ],
+)
+def test_what_compiles_by_itself_is_no_eager_baseline(made: Make, given: str) -> None:
+    workload = made(f"\n\ndef compiled():\n    return Training({given}, data=data())\n", "compiled")
+    train(workload, 1)
+    (line,) = mismatches(config("compiled"), [seen(workload, 1)])
+    assert "compile off, rank 0 ran with its own: leave torch.compile to the lab, or give a loop" in line
 
 
 def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:

@@ -200,7 +200,7 @@ def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any
     return {**training.witness(), **OFFERED, "steps": training.steps}
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group", "fresh")
 @pytest.mark.parametrize("whole", [False, True])
 def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> None:
     ways = [("given", False), ("given", True), ("held", False), ("module", True), ("looked at", False)]

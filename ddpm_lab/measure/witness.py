@@ -14,6 +14,8 @@ SAME_NAME = (
     *("implementation", "channels_last", "kernels", "attention_axis", "read_loss"),
 )
 """Settings that a rank says under the names of ``RunConfig``."""
+OWN_WAYS = {"compile": ": leave torch.compile to the lab, or give a loop that yields after every step"}
+"""What to do where the user's own training sets what the lab has to set."""
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -26,7 +28,9 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     for seen in ranks:
         told = [(name, label) for name, label in expected.items() if name in seen and seen[name] != label]
         found += _changed(config, seen)
-        found += [f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}" for name, label in told]
+        for name, label in told:
+            way = OWN_WAYS.get(name, "") if config.is_own else ""
+            found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}{way}")
         found += _of_rank(config, seen)
     uuids, hosts, shares = (
         [seen[name] for seen in ranks if seen.get(name)] for name in ("device_uuid", "host", "indices_sha256")
