@@ -181,6 +181,49 @@ def test_what_compiles_by_itself_is_no_eager_baseline(made: Make, given: str) ->
     assert "compile off, rank 0 ran with its own: leave torch.compile to the lab, or give a loop" in line
 
 
+ORDINARY = """
+def last():
+    return Training(model=Net().to(memory_format=torch.channels_last), data=data(), loss=loss)
+
+def autocasting():
+    def inner(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+    return Training(model=Net(), data=data(), loss=inner)
+
+def short():
+    subset = torch.utils.data.Subset(data(), range(60))
+    return Training(model=Net(), data=torch.utils.data.DataLoader(subset, batch_size=8), loss=loss)
+
+class Stream(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 8
+    def __iter__(self):
+        return (data()[i : i + 8] for i in range(0, 64, 8))
+
+def ragged():
+    return Training(model=Net(), data=[data()[:8], data()[:4]], loss=loss)
+
+def stream():
+    return Training(model=Net(), data=Stream(), loss=loss)
+"""
+
+
+def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
+    for function, words in (
+        ("last", []),
+        ("stream", []),
+        ("autocasting", ["or give a step in place of a loss"]),
+        ("ragged", ["the last one too (drop_last=True)"]),
+    ):
+        workload = made(ORDINARY, function)
+        train(workload, 2)
+        found = mismatches(config(function), [seen(workload, 2)])
+        assert [line.rpartition(", ")[2] for line in found] == words
+    with pytest.raises(ValueError, match=r"line 52\): the last batch of data has 4 of 8 images: give drop_last"):
+        made(ORDINARY, "short")
+
+
 def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:
     noisy = """
 def noisy():

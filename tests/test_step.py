@@ -158,9 +158,10 @@ def group(tmp_path: Path) -> Iterator[None]:
 class Net(nn.Module):
     moved: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, unused: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
+        self.unused = nn.Linear(3, 1) if unused else None
         self.register_buffer("moved", torch.zeros(1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -174,14 +175,14 @@ class Net(nn.Module):
 
 def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any]:
     """What rank 0 says after three steps in which the loss reaches the network in one of several ways."""
-    network = Net()
+    network = Net(unused=way == "unused")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
 
     def loss(model: Any, batch: Tensor) -> Tensor:
         if way == "looked at":
             with torch.no_grad():
                 model(batch)
-        reached = {"given": model, "module": getattr(model, "module", network).own_loss}
+        reached = {"given": model, "unused": model, "module": getattr(model, "module", network).own_loss}
         found: Tensor = reached.get(way, network)(batch)
         return found
 
@@ -217,3 +218,10 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
         seen = trained(none, way)
         assert mismatches(none, [seen, {**seen, "rank": 1}]) == []
         assert mismatches(alone, [trained(alone, way)]) == []
+
+
+@pytest.mark.usefixtures("group", "fresh")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_parameter_that_ranks_would_wait_for_is_told_with_a_way_out(whole: bool) -> None:
+    with pytest.raises(TypeError, match=r"mine:make .*: the loss leaves .*: freeze these parameters"):
+        trained(LABEL, "unused", whole=whole)

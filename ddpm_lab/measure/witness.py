@@ -14,7 +14,10 @@ SAME_NAME = (
     *("implementation", "channels_last", "kernels", "attention_axis", "read_loss"),
 )
 """Settings that a rank says under the names of ``RunConfig``."""
-OWN_WAYS = {"compile": ": leave torch.compile to the lab, or give a loop that yields after every step"}
+OWN_WAYS = {
+    "compile": ": leave torch.compile to the lab, or give a loop that yields after every step",
+    "precision": ": leave autocast and number formats to the lab, or give a step in place of a loss",
+}
 """What to do where the user's own training sets what the lab has to set."""
 
 
@@ -137,4 +140,5 @@ def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     if images is None or "steps" not in seen or images == expected:
         return []
     label = f"{config.rank_batch_size} images a step on a rank, {expected} in {seen['steps']} steps"
-    return [f"the label says {label}, rank {seen['rank']} used {images}"]
+    way = ": let every batch have config.rank_batch_size, the last one too (drop_last=True)" if config.is_own else ""
+    return [f"the label says {label}, rank {seen['rank']} used {images}{way}"]

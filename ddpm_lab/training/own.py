@@ -6,13 +6,14 @@ import hashlib
 import importlib
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
@@ -65,7 +66,9 @@ class OwnFeed:
         self._indices = hashlib.sha256()
         self.loader: Loader | Iterator[Any]
         data = made.data
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, list | tuple):
+        indexed = hasattr(data, "__getitem__") and not isinstance(data, list | tuple | IterableDataset)
+        if not indexed or not hasattr(data, "__len__"):
+            _check_last(data, name)
             self.loader = _endless(data, name)
             return
         self.samples = len(data)
@@ -154,7 +157,7 @@ class OwnTraining(Step):
         batch = self._moved(batch)
         self.context.mark("forward")
         with autocast(self.config, self.device):
-            loss = self.made.loss(self.model, batch)
+            loss = self._given(self.made.loss, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._no_loss("loss", described(loss))
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -167,11 +170,23 @@ class OwnTraining(Step):
         self.data.note(batch)
         batch = self._moved(batch)
         self.context.mark("whole step")
-        loss = self.made.step(self.model, batch)
+        loss = self._given(self.made.step, batch)
         if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
             raise self._no_loss("step", described(loss))
         self.steps += 1
         return torch.as_tensor(loss).detach()
+
+    def _given(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """What the user's loss or step returns. Raises TypeError where ranks cannot exchange all gradients."""
+        try:
+            return function(self.model, batch)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise TypeError(
+                f"{self.name}: the loss leaves some of the model's parameters out, and ranks wait for their gradients: "
+                "freeze these parameters with requires_grad_(False), or take them out of the model"
+            ) from error
 
     def _moved(self, batch: Any) -> Any:
         self.context.mark("copy")
@@ -189,6 +204,8 @@ class OwnTraining(Step):
         offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
         seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
         seen |= {"maker": self.maker, "place": self.place, **super().witness()}
+        if seen.get("channels_last") and not self.config.channels_last:
+            del seen["channels_last"]  # as it is written
         # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
         if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
             seen["exchange_enabled"] = False
@@ -210,6 +227,13 @@ class OwnTraining(Step):
         for module, training in modes.items():
             module.training = training
         return {"step": self.steps, "loss": loss}
+
+
+def _check_last(data: Any, name: str) -> None:
+    """Raise ValueError for a DataLoader whose last batch is shorter, which would be met only after an epoch."""
+    sized = isinstance(data, DataLoader) and isinstance(data.sampler, Sized) and data.batch_size and not data.drop_last
+    if sized and (rest := len(data.sampler) % data.batch_size):
+        raise ValueError(f"{name}: the last batch of data has {rest} of {data.batch_size} images: give drop_last=True")
 
 
 def _endless(data: Any, name: str) -> Iterator[Any]:
