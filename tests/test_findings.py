@@ -59,7 +59,9 @@ def test_bf16_is_told_beside_tf32_which_torch_uses_anyway() -> None:
     told = " ".join(answer(make.study(both)).finding.notes)
     assert "unless told otherwise, 1.50 (" in told
     assert "bf16 beside tf32: 0.80 (" in told
-    assert "tf32" not in " ".join(answer(amp()).finding.notes)
+    as_baseline = amp(baseline=RunConfig(device="cuda", precision="tf32"), baseline_label="tf32")
+    for other in (amp(), as_baseline):
+        assert "tf32" not in " ".join(answer(other).finding.notes)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining, described, images_of, moved, own
 from ddpm_lab.training.setting import Own
@@ -39,10 +40,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
         counters.clear()  # of what other tests compiled
+        torch.backends.cudnn.benchmark = False
         return own(config(function, world_size=ranks, **settings), context(rank, ranks))
 
     yield made
     sys.modules.pop("mine", None)
+    allow_tf32(False)
 
 
 def config(function: str = "make", **settings: Any) -> RunConfig:
@@ -243,6 +246,15 @@ def noisy():
         torch.manual_seed(len(found) - 1)
         assert float(looked.step(batch)) == loss
     assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("given", ["loss=loss", "step=lambda model, batch: loss(model, batch)"])
+def test_kernels_are_chosen_as_the_code_has_it_and_a_step_keeps_its_number_format(made: Make, given: str) -> None:
+    makes = "\n\ndef mine():\n    torch.backends.cuda.matmul.allow_tf32 = True\n    return Training("
+    workload = made(f"{makes}model=Net(), data=data(), {given}, held_out_loss=lambda model: 0.0)\n", "mine")
+    workload.held_out_loss(draws=1)
+    assert torch.backends.cuda.matmul.allow_tf32 is ("step" in given)
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_the_held_out_loss_leaves_frozen_layers_frozen(made: Make) -> None:

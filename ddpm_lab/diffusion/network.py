@@ -82,6 +82,7 @@ class Inference:
         self.config, self.device, self.plain = config, torch.device(device), isinstance(network, ReferenceUNet)
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         allow_tf32(config.precision == "tf32")
+        torch.backends.cudnn.benchmark = True
         self.network = network if self.plain else self._prepared(network)
         if config.compile == "regional":
             compile_stages(self.network, config.compile_mode)

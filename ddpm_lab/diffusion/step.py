@@ -43,7 +43,6 @@ def allow_tf32(allow: bool) -> None:
     # Torch has old and new names for this, and reading one fails where the other says otherwise.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allow
     torch.backends.cudnn.fp32_precision = "tf32" if allow else "ieee"
-    torch.backends.cudnn.benchmark = True
 
 
 def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -274,7 +273,10 @@ class Step(Fed, ABC):
         hook: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         require(config)
-        allow_tf32(config.precision == "tf32")
+        if self.sets_precision:
+            allow_tf32(config.precision == "tf32")
+        if not config.is_own:
+            torch.backends.cudnn.benchmark = True
         if config.device == "cuda" and config.option("draws", None) == 0:
             # The weights are compared to the last bit: kernels must be the same each time, and add up in one order. A
             # user's training may need an operator that cannot; where that only warns, attention keeps its usual kernel.

@@ -25,13 +25,14 @@ def amp(
     """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks.
 
     On a GPU all of them share their sets: torch computes convolutions in tf32 unless told otherwise, so a narrower
-    format has to be faster than that too.
+    format has to be faster than that too. A training of the user's sets out from tf32 there.
     """
+    plain = setup.plain_precision
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
+    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p not in ("fp32", plain)]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     if not wanted:
-        raise ConfigError(f"precisions is {precisions!r}: fp32 is what others are compared with; name another one")
+        raise ConfigError(f"precisions is {precisions!r}: {plain} is what others are compared with; name another one")
     families, left_out = [], []
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
@@ -39,7 +40,7 @@ def amp(
         rows = tuple((p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32") if p in wanted and p in able)
         side_by_side = setup.device == "cuda"
         family = Family(
-            name=name, baseline=base, baseline_label="fp32", candidates=rows, primary="bf16", together=side_by_side
+            name=name, baseline=base, baseline_label=plain, candidates=rows, primary="bf16", together=side_by_side
         )
         families.append(family)
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
@@ -47,7 +48,7 @@ def amp(
 
 
 def answer(study: Study) -> Answer:
-    """Compare the speed of each format with fp32."""
+    """Compare the speed of each format with the baseline's."""
     times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
     found = compared(study, own=lambda first: beside_tf32(study, first))
     return speeds(study, found, views=(times, *trained_views(study)))
@@ -56,7 +57,7 @@ def answer(study: Study) -> Answer:
 def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
     """How fast a format is beside tf32, from the sets that have both."""
     for row in comparisons(study):
-        if row.label == "tf32" != first.label and row.family == first.family and row.sets:
+        if row.label == "tf32" != first.label and row.role == "candidate" and row.family == first.family and row.sets:
             other = dict(row.logs)
             logs = [log - other[each] for each, log in first.logs if each in other]
             ratio = phrases.times(stats.estimate(logs)) if logs else "not measured"

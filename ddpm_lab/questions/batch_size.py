@@ -24,10 +24,10 @@ MOST_CPU, MOST_CUDA = 1024, 65_536
 
 
 def batch_size(
-    setup: Setup, *, global_batch_sizes: Batches = None, precision: Precision = "fp32", world_size: WorldSize = 1
+    setup: Setup, *, global_batch_sizes: Batches = None, precision: Precision | None = None, world_size: WorldSize = 1
 ) -> Experiment:
     """How large a batch fits, and does a larger one train faster? The smallest size against its multiples."""
-    cuda = setup.device == "cuda"
+    cuda, precision = setup.device == "cuda", precision or setup.plain_precision
     setup.check_ranks(world_size)
     first = 32 if setup.preset == "full" else setup.batch_size(None)
     count = {"smoke": 2, "quick": 5, "full": 8 if cuda else 5}[setup.preset]

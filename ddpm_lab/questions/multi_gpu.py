@@ -46,7 +46,7 @@ def multi_gpu(
     *,
     world_sizes: WorldSizes = None,
     global_batch_sizes: Batches = None,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     scaling: Annotated[str | None, Opt("which scaling (default: both; smoke: strong)", choices=SCALINGS)] = None,
     lost_scaling: Annotated[bool | None, Opt("where the rest of the ideal speed-up went")] = None,
     loader_workers: Workers = None,
@@ -60,7 +60,7 @@ def multi_gpu(
     a batch, the smallest one; None does so in ``full``. ``loader_workers`` decode files while they are needed; None
     packs the images beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
     """
-    full = setup.preset == "full"
+    full, precision = setup.preset == "full", precision or setup.plain_precision
     usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
     ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
     small = (128, 512) if setup.device == "cuda" else (16, 32)

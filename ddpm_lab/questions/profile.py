@@ -26,10 +26,11 @@ QUESTION = Question(title="Where does the time of a training step go?", file="01
 
 
 def profile(
-    setup: Setup, *, global_batch_size: Batch = None, precision: Precision = "fp32", world_size: WorldSize = 1
+    setup: Setup, *, global_batch_size: Batch = None, precision: Precision | None = None, world_size: WorldSize = 1
 ) -> Experiment:
     """Where does the time of a training step go? One profiled run, which supplies no speed."""
     setup.check_ranks(world_size)
+    precision = precision or setup.plain_precision
     config = setup.config(
         purpose="profile",
         global_batch_size=setup.batch_size(global_batch_size, world_size),

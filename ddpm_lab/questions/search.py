@@ -71,7 +71,8 @@ def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
     cuda, own, full = setup.device == "cuda", setup.own, setup.preset == "full"
     offers = own.offers if own else ("loss", "dataset")  # one's own is trained as it is written
     needs_cuda = "" if cuda else _CUDA
-    for name, why in (("fp32", ""), ("bf16", ""), ("tf32", needs_cuda), ("fp16", needs_cuda)):
+    formats = (("fp32", ""), ("bf16", ""), ("tf32", needs_cuda), ("fp16", needs_cuda))
+    for name, why in sorted(formats, key=lambda each: each[0] != setup.plain_precision):
         if name == "fp32" or why or "loss" in offers:
             yield "precision", Value(name, name, {"precision": name}), why
     last = Value("channels_last", "channels_last", {"channels_last": True, "kernels": "aten"})

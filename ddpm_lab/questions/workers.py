@@ -39,7 +39,8 @@ def workers(
     for p in precisions or ():
         choice("precisions", p, able)
     asked = tuple(dict.fromkeys(worker_counts or usual))
-    formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
+    plain = setup.plain_precision
+    formats = tuple(dict.fromkeys(precisions or (plain, setup.usual_precision if setup.preset == "full" else plain)))
     batch = setup.batch_size(global_batch_size)
     first, *others = sorted(n for n in asked if n <= setup.usable_cores) or [0]
     if not others:

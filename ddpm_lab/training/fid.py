@@ -104,6 +104,7 @@ class Fid(Untrained):
         self.config, self.context = config, context
         self.device = torch.device(context.device)
         allow_tf32(False)
+        torch.backends.cudnn.benchmark = True
         self.metric = inception_metric(Path(config.option("inception", "")), config.option("sha256", ""))
         self.metric.to(self.device)
 

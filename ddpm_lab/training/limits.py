@@ -108,6 +108,7 @@ class Repeated(Untrained):
 def _random(config: RunConfig, context: RankContext, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Normally distributed tensors on the rank's device, in the number format of the configuration."""
     allow_tf32(config.precision == "tf32")
+    torch.backends.cudnn.benchmark = True
     torch.manual_seed(config.seed)
     dtype = AUTOCAST.get(config.precision, torch.float32)
     return [torch.randn(shape, device=context.device).to(dtype) for shape in shapes]

@@ -213,17 +213,19 @@ class OwnTraining(Step):
 
     @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
-        """The user's held-out loss in fp32, eager, the model in eval mode; None but on rank 0."""
+        """The user's held-out loss, eager, in fp32 where the lab sets that, in eval mode; None but on rank 0."""
         del draws  # how much is looked at is the user's affair
         if self.context.rank or self.made.held_out_loss is None:
             return None
         modes = {module: module.training for module in self.network.modules()}  # some of them may be frozen
         self.network.eval()
-        allow_tf32(False)
+        if self.sets_precision:
+            allow_tf32(False)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
             loss = float(self.made.held_out_loss(self.network))
-        allow_tf32(self.config.precision == "tf32")
+        if self.sets_precision:
+            allow_tf32(self.config.precision == "tf32")
         for module, training in modes.items():
             module.training = training
         return {"step": self.steps, "loss": loss}

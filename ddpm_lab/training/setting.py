@@ -160,7 +160,7 @@ class Setup:
             "seed": self.seed,
         }
         if self.own:
-            common |= self.own.settings()
+            common |= {**self.own.settings(), "precision": self.plain_precision}
             settings |= {"loader": "files"}
             if settings.get("workload") == LOADER_ALONE:
                 settings["workload"] = OWN_LOADER
@@ -230,6 +230,11 @@ class Setup:
         """A family's name for people: what everything in it has in common."""
         words = [self.own.name if self.own else self.network, *self._images_words(batch, per_rank)]
         return ", ".join([*words, *([self.ranks_label(ranks)] if ranks else [])])
+
+    @property
+    def plain_precision(self) -> str:
+        """In which a baseline computes: fp32, and a training of the user's as torch does where code says nothing."""
+        return torchs_precision(self.device) if self.own and not self.own.own_format else "fp32"
 
     @property
     def usual_precision(self) -> str:
