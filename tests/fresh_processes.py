@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
@@ -23,6 +24,7 @@ from ddpm_lab.workload import RankContext
 
 def context(rank: int = 0, world_size: int = 1, **changes: Any) -> RankContext:
     """A rank on the CPU, unless ``changes`` say otherwise, whose marks nobody hears."""
+    counters.clear()  # a rank's process has compiled nothing before
     usual: dict[str, Any] = {"device": "cpu", "threads": 1, "mark": lambda _: None}
     return RankContext(rank=rank, world_size=world_size, **{**usual, **changes})
 

@@ -16,7 +16,6 @@ import own_modules
 import pytest
 import torch
 from fresh_processes import context
-from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -39,7 +38,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         own_modules.write(tmp_path, more)
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
-        counters.clear()  # of what other tests compiled
         torch.backends.cudnn.benchmark = False
         return own(config(function, world_size=ranks, **settings), context(rank, ranks))
 

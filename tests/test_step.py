@@ -201,7 +201,7 @@ def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any
     return {**training.witness(), **OFFERED, "steps": training.steps}
 
 
-@pytest.mark.usefixtures("group", "fresh")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("whole", [False, True])
 def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> None:
     ways = [("given", False), ("given", True), ("held", False), ("module", True), ("looked at", False)]
@@ -220,7 +220,7 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
         assert mismatches(alone, [trained(alone, way)]) == []
 
 
-@pytest.mark.usefixtures("group", "fresh")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_parameter_that_ranks_would_wait_for_is_told_with_a_way_out(whole: bool) -> None:
     with pytest.raises(TypeError, match=r"mine:make .*: the loss leaves .*: freeze these parameters"):
