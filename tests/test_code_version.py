@@ -85,6 +85,23 @@ def test_a_rank_says_what_it_loaded_however_it_was_imported(own: Loaded, tmp_pat
     assert heavy == [], "the parent stays light"
 
 
+INSTALLED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from ddpm_lab.measure.code_version import loaded, unlisted
+import helper, inner.deep
+print(json.dumps([loaded().modules, list(loaded(["inner.deep:make"]).modules), unlisted({}, ["helper:make"])]))
+"""
+
+
+def test_the_own_package_of_a_workload_counts_where_it_is_installed(tmp_path: Path) -> None:
+    """And no other that is installed beside it."""
+    write(tmp_path / "site-packages", FILES)
+    words = [sys.executable, "-c", INSTALLED, str(tmp_path / "site-packages")]
+    shown = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert shown == [{}, ["inner", "inner.sibling", "inner.deep"], ["helper"]]
+
+
 def test_an_edit_of_every_module_counts_and_is_noticed_meanwhile(own: Loaded, tmp_path: Path) -> None:
     before = code_version(own)
     file = Path(own.modules["inner.sibling"])

@@ -58,6 +58,8 @@ FILES |= {"settings.toml": 'workload = "mine:step"\nglobal_batch_size = 1\n', ".
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Somebody's repository, in which they work; what they type puts their folder on the Python path."""
     folder = repository(tmp_path / "mine", FILES).resolve()
+    write(tmp_path / "site-packages", {"installed.py": "def step():\n    while True:\n        yield\n"})
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
     monkeypatch.syspath_prepend(folder)  # and takes away again what the command adds
     monkeypatch.chdir(folder)
     monkeypatch.setattr(hardware, "gpus", tuple)
@@ -80,6 +82,7 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
         ("new:step --against main", r"main \(.*'new'"),
         ("revised.toml --against main", "revision is 'main'.*compare --against"),
         ("--against main", "nothing that ddpm_lab.training.train:ddpm imports belongs to"),
+        ("installed:step --against main", "lies in .*site-packages/installed.py.*pip install -e"),
         ("mine:step mine:step --against main", "leave out mine:step"),
         ("mine:step", "--against"),
         ("mine:step mine:fresh --strict", "--strict.*--threshold"),

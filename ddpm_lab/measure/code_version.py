@@ -1,7 +1,8 @@
 """Which code was measured: a hash of the files that hold it, so that the same hash means the same code.
 
 The lab's own are all of its files but those of what explains. Of a workload that lies elsewhere they are the modules
-that a rank loaded from outside of libraries in one step (``loaded``); of packages that these import the version counts.
+that a rank loaded in one step from its own package, installed or not, and from outside of libraries (``loaded``); of
+packages that these import the version counts.
 So do variables of the environment that make the same code slower or faster.
 """
 
@@ -14,7 +15,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
@@ -68,7 +69,7 @@ class Source(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a rank loaded from outside of libraries, as module to file, and the libraries that these modules import."""
+    """What a rank loaded of its workload, as module to file (``loaded``), and the libraries that these import."""
 
     modules: Mapping[str, str]
     libraries: Sequence[str] = ()
@@ -191,14 +192,18 @@ def in_repository(file: str | Path, root: str) -> bool:
     return not any((folder / ".git").exists() for folder in below)
 
 
-def loaded() -> Loaded:
-    """What this process has loaded from outside of libraries, but for what of the lab every rank may load."""
-    files, imported = {}, set()
+def loaded(own: Iterable[str] = ()) -> Loaded:
+    """What this process has loaded from outside of libraries, but for what of the lab every rank may load.
+
+    The packages of its ``own`` workloads, each module:function, count wherever they lie.
+    """
+    files, imported, tops = {}, set(), {name.partition(":")[0].partition(".")[0] for name in own}
     for name, module in list(sys.modules.items()):
         # A package's own machinery may load generated code from elsewhere (compiled kernels from a cache): it is not
         # a source of the workload. torch.ops and its like are no modules of source: their file is a bare name.
-        file, package = _file(module), _file(sys.modules.get(name.partition(".")[0]))
-        source = file.endswith(".py") and file.startswith("/") and not is_library(file) and not is_library(package)
+        file, top = _file(module), name.partition(".")[0]
+        counts = top in tops or not (is_library(file) or is_library(_file(sys.modules.get(top))))
+        source = file.endswith(".py") and file.startswith("/") and counts
         if source and not in_lab(name) and name not in SITE_MODULES and not name.startswith("__"):
             files[name] = file
             imported |= {v.__name__ for v in vars(module).values() if isinstance(v, ModuleType)}
@@ -206,9 +211,9 @@ def loaded() -> Loaded:
     return Loaded(files, sorted({name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)))
 
 
-def unlisted(modules: Mapping[str, str]) -> list[str]:
+def unlisted(modules: Mapping[str, str], own: Iterable[str] = ()) -> list[str]:
     """Modules that this process has loaded and that are not among ``modules``, a hash each, or not as they were."""
-    return sorted(name for name, file in loaded().modules.items() if modules.get(name) != _hash(file))
+    return sorted(name for name, file in loaded(own).modules.items() if modules.get(name) != _hash(file))
 
 
 def astray(apart: str) -> list[str]:

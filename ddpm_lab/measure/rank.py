@@ -207,7 +207,7 @@ class Rank:
             "threads": torch.get_num_threads(),
             "threads_wait": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},
             "freed_memory": freed_memory_seen(),
-            "unlisted_modules": unlisted(self.job.modules),
+            "unlisted_modules": unlisted(self.job.modules, self.job.config.sources),
             **({"astray_modules": astray(self.job.tree.apart)} if self.job.tree else {}),
             **self.workload.witness(),
         }
@@ -229,7 +229,7 @@ class Rank:
         return None
 
     def loaded(self) -> dict[str, Any]:
-        return loaded()._asdict()
+        return loaded(self.job.config.sources)._asdict()
 
     def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
         """Measure the time budget of a step: seconds per step in each phase, the mean over ``rounds``.

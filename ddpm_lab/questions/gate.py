@@ -134,7 +134,8 @@ def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workl
         place = files[workload.partition(":")[0]]
         raise ConfigError(
             f"nothing that {workload} imports belongs to the repository {root} (it lies in {place}): name a step of "
-            "this repository as module:function, or change to the repository that it belongs to"
+            "this repository as module:function (its package installed with pip install -e), or change to the "
+            "repository that it belongs to"
         )
     for name, file in files.items():
         below = file.resolve().is_relative_to(root) and not is_library(str(file))
