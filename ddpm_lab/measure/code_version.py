@@ -33,11 +33,11 @@ EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 VARIABLES = (
     *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_"),
-    *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_ALGO", "NCCL_P"),
+    *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_"),
     *("TORCHINDUCTOR_",),
 )
-"""How the names of variables begin that count, but for those that change no step."""
-BUT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+"""How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
+BUT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME")
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
@@ -124,7 +124,7 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := package_version(name))]
-    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and name not in BUT)
+    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and not name.startswith(BUT))
     parts += [f"{name}={os.environ[name]}" for name in variables]
     found = CodeVersion(digest(parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
