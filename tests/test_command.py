@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
 from ddpm_lab.measure.command import HOOK, CommandGroup
@@ -96,6 +97,25 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     summary = group.finish()[0]
     assert summary["peak_rss_bytes"] > 10_000_000
     assert summary["threads"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["{python} -m pack.train", "bin/python bin/train"])
+def test_the_programs_own_package_is_told_where_it_is_installed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    """As a module or by an entry point; and no other package."""
+    loop = textwrap.indent(TRAIN.replace("BEFORE", "import other").replace("    AFTER", ""), "    ")
+    main = f"def main():\n{loop}\nif __name__ == '__main__':\n    main()\n"
+    site = {f"site-packages/{name}": text for name, text in {"pack/train.py": main, "other.py": ""}.items()}
+    write(tmp_path, {**site, "bin/train": "import sys\nfrom pack.train import main\nsys.exit(main())\n"})
+    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    installed = (tmp_path / "site-packages", Path(psutil.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, installed)))
+    group = start(run=run)
+    group.witness()
+    program = [str(tmp_path / "bin" / "train")] if "bin/train" in run else []
+    assert group.files == [*program, str(tmp_path / "site-packages" / "pack" / "train.py")]
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_a_planted_difference_is_found(call: Call, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_against_a_revision(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of the repository, and under a name that does not say what it is."""
     monkeypatch.chdir(folder / "sub")
     words = ("compare", f"{sys.executable} train", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
@@ -111,6 +111,9 @@ def test_a_script_against_a_revision(call: Call, folder: Path, monkeypatch: pyte
     code, out, _ = call(*words, "--json")
     assert code == 0  # one set says nothing surely
     assert 0.4 < json.loads(out)["ratio"] < 0.75
+    write(tmp_path, {"elsewhere.py": TRAIN.replace("PAUSE", "0")})
+    code, _, err = call("compare", f"{sys.executable} {tmp_path}/elsewhere.py", *words[2:])
+    assert (code, "elsewhere.py loads belongs to the repository" in err) == (2, True)
     commit(folder, {"sub/train": "raise SystemExit('not today')"})
     write(folder, {"sub/train": TRAIN.replace("PAUSE", "0.012")})
     code, _, err = call(*words)

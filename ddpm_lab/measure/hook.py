@@ -138,12 +138,6 @@ class Turns:
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
         versions = {name: getattr(module, "__version__", None) for name, module in installed}
-        # What torch.compile has written belongs to the libraries, as what is named after them.
-        known = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] not in versions]
-        files = {getattr(module, "__file__", None) or "" for module in known}
-        files = {f for f in files if f[:1] == "/" and f[-3:] == ".py"}
-        if program := getattr(sys.modules["__main__"], "__file__", None):
-            files.add(str(Path(program).absolute()))  # whatever its name ends in
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
@@ -161,8 +155,23 @@ class Turns:
             "cuda": torch.version.cuda if self.cuda else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
             "prefetch_batches": self._prefetched(),
-            "files": sorted(f for f in files if not self._of_library(f)),
+            "files": self._files(versions),
         }
+
+    def _files(self, installed: Any) -> list[str]:
+        """The program, the modules of its own package, installed or not, and those that are no library's."""
+        main = sys.modules["__main__"]
+        program, own = Path(getattr(main, "__file__", None) or "").absolute(), {main.__package__}  # of python -m
+        if program.parent.resolve() == Path(sys.executable).parent.resolve():  # of an entry point, which it imports
+            own |= {getattr(value, "__module__", None) for value in vars(main).values() if callable(value)}
+        own = {(name or "").partition(".")[0] for name in own}
+        files = {str(program)} if program.is_file() else set()  # whatever its name ends in
+        for name, module in list(sys.modules.items()):
+            top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
+            # What torch.compile has written belongs to the libraries, as what is named after them.
+            counts = top in own or not (top in installed or self._of_library(file))
+            files |= {file} if counts and file[:1] == "/" and file[-3:] == ".py" else set()
+        return sorted(files)
 
     def _of_library(self, file: str) -> bool:
         return "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))

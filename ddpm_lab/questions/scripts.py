@@ -22,7 +22,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion, Source, Tree, source_of
+from ddpm_lab.measure.code_version import CodeVersion, Source, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -113,7 +113,8 @@ def look(
         which = f"; {first} is {shutil.which(first)} here" if "No module named" in failed.reason else ""
         said = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
         raise ConfigError(said) from failed
-    if tree and (astray := [file for file in group.files if Path(file).is_relative_to(tree.apart)]):
+    mine = [file for file in group.files if not is_library(file)]
+    if tree and (astray := [file for file in mine if Path(file).is_relative_to(tree.apart)]):
         raise ConfigError(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
@@ -160,6 +161,11 @@ def compare_commands(
     with _revision(against) as tree:
         one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
         two, beside, other = look(two, instrument, "B")
+        if tree and not any(in_repository(file, tree.apart) for file in beside.sources):
+            raise ConfigError(
+                f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
+                "imports by its own folder, and no installed package"
+            )
         if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, str(Path.cwd().resolve())):
             return None
         if not quiet:
@@ -194,7 +200,8 @@ def _revision(against: str | None) -> Iterator[Tree | None]:
 
 
 def _contents(code: CodeVersion, root: str) -> set[tuple[str, str]]:
-    return {(os.path.relpath(file, root), source.sha256) for file, source in code.sources.items()}
+    own = {file: source for file, source in code.sources.items() if not is_library(file)}
+    return {(os.path.relpath(file, root), source.sha256) for file, source in own.items()}
 
 
 def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
