@@ -7,13 +7,16 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
+from ddpm_lab.measure import hook
 from ddpm_lab.measure.command import HOOK, CommandGroup
 from ddpm_lab.measure.group import GroupFailed, Limits
 
@@ -116,6 +119,24 @@ def test_the_programs_own_package_is_told_where_it_is_installed(
     group.witness()
     program = [str(tmp_path / "bin" / "train")] if "bin/train" in run else []
     assert group.files == [*program, str(tmp_path / "site-packages" / "pack" / "train.py")]
+
+
+@pytest.mark.parametrize(("places", "devices"), [(["cpu"], [0]), (["cuda:2", "cpu", "cuda:1"], [1, 2])])
+def test_a_script_is_timed_where_its_weights_lie(places: list[str], devices: list[int]) -> None:
+    """Of weights on the CPU alone, on the current GPU, which is 0."""
+    waited: list[int] = []
+    recorded: list[int] = []
+    cuda = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 0)
+    cuda.synchronize, cuda.current_stream = waited.append, lambda device: device
+    cuda.Event = lambda **_: SimpleNamespace(record=recorded.append)
+    cuda.memory_allocated = cuda.memory_reserved = lambda device: 10**device
+    turns = hook.Turns(SimpleNamespace(cuda=cuda))
+    weights = [SimpleNamespace(device=torch.device(place)) for place in places]
+    turns.taken = SimpleNamespace(param_groups=[{"params": weights}])
+    turns._find_devices()
+    turns._begin()
+    assert (waited, recorded) == (devices, devices[:1])
+    assert turns._memory()["memory"]["allocated_bytes"] == sum(10**device for device in devices)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ class Turns:
         self.start = self.told = 0.0
         self.first: Any = None
         self.autocast: set[str] = set()
-        self.cuda = False
+        self.devices: list[int] = []  # GPUs
         self.lines: Any = None
         self.link: Any = None
 
@@ -64,18 +64,28 @@ class Turns:
             self._say({})
 
     def _mark(self) -> Any:
-        if not self.cuda:
+        if not self.devices:
             return time.perf_counter()
         event = self.torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self.torch.cuda.current_stream(self.devices[0]))
         return event
 
     def _synchronize(self) -> None:
-        if self.cuda:
-            self.torch.cuda.synchronize()
+        for device in self.devices:
+            self.torch.cuda.synchronize(device)
+
+    def _find_devices(self) -> None:
+        """Those of the weights, which need not be the current one; weights on the CPU may be computed with there."""
+        cuda = self.torch.cuda
+        if cuda.is_available() and cuda.is_initialized():
+            self.devices = sorted({p.device.index for p in self._weights() if p.device.type == "cuda"})
+            self.devices = self.devices or [cuda.current_device()]
+
+    def _weights(self) -> list[Any]:
+        return [p for group in self.taken.param_groups for p in group["params"]]
 
     def _greet(self) -> None:
-        self.cuda = self.torch.cuda.is_available() and self.torch.cuda.is_initialized()
+        self._find_devices()
         self._synchronize()
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -117,19 +127,19 @@ class Turns:
     def _report(self) -> None:
         self._synchronize()
         end, first = time.perf_counter(), self.first
-        ends = [first.elapsed_time(mark) / 1e3 if self.cuda else mark - first for mark in self.marks]
+        ends = [first.elapsed_time(mark) / 1e3 if self.devices else mark - first for mark in self.marks]
         self._say({"start": self.start, "end": end, "step_ends": ends, "skipped": self.skipped, **self._memory()})
 
     def _memory(self) -> dict[str, Any]:
         found = {"rss_bytes": resident_bytes("VmRSS")}
-        if self.cuda:
-            found["allocated_bytes"] = self.torch.cuda.memory_allocated()
-            found["reserved_bytes"] = self.torch.cuda.memory_reserved()
+        if self.devices:
+            found["allocated_bytes"] = sum(map(self.torch.cuda.memory_allocated, self.devices))
+            found["reserved_bytes"] = sum(map(self.torch.cuda.memory_reserved, self.devices))
         return {"memory": found}
 
     def witness(self) -> dict[str, Any]:
         """What runs, as far as it can be seen from inside."""
-        torch, weights = self.torch, [p for group in self.taken.param_groups for p in group["params"]]
+        torch, weights = self.torch, self._weights()
         counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
         device = weights[0].device
         properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -152,7 +162,7 @@ class Turns:
             "world_size": self._place()[1],
             "threads": torch.get_num_threads(),
             "python": ".".join(map(str, sys.version_info[:3])),
-            "cuda": torch.version.cuda if self.cuda else None,
+            "cuda": torch.version.cuda if self.devices else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
             "prefetch_batches": self._prefetched(),
             "files": self._files(versions),
@@ -185,9 +195,9 @@ class Turns:
     def finish(self) -> dict[str, Any]:
         """The most memory this process has held; it is ended after this."""
         peaks: dict[str, Any] = {"peak_rss_bytes": resident_bytes("VmHWM")}
-        cuda = self.torch.cuda
-        peaks["peak_memory_bytes"] = cuda.max_memory_allocated() if self.cuda else None
-        peaks["peak_reserved_bytes"] = cuda.max_memory_reserved() if self.cuda else None
+        cuda, devices = self.torch.cuda, self.devices
+        peaks["peak_memory_bytes"] = sum(map(cuda.max_memory_allocated, devices)) if devices else None
+        peaks["peak_reserved_bytes"] = sum(map(cuda.max_memory_reserved, devices)) if devices else None
         return peaks
 
     def _say(self, said: dict[str, Any]) -> None:
