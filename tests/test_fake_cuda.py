@@ -171,6 +171,33 @@ def test_a_window_waits_for_its_device_at_its_end_alone(fake: Fake, data: Path, 
     assert max(seen["waits"]) <= 1
 
 
+AWAY = """
+import torch
+
+def step():
+    model = torch.nn.Linear(8, 8, device="cuda:1")
+    while True:
+        yield model(torch.ones(4, 8, device="cuda:1")).sum().backward()
+"""
+REFUSED = """
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.group import Group, GroupFailed
+if __name__ == "__main__":
+    with Group(RunConfig(workload="away:step", device="cuda", global_batch_size=1), threads=1) as group:
+        group.advance(1, 60)
+        try:
+            group.witness()
+        except GroupFailed as failed:
+            print(failed.reason)
+"""
+
+
+def test_a_loop_on_a_gpu_that_is_not_its_ranks_is_refused(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "away.py").write_text(AWAY)
+    (tmp_path / "refused.py").write_text(REFUSED)
+    assert "away:step computes on cuda:1, and its rank on cuda:0" in fake.python(tmp_path / "refused.py", devices=2)
+
+
 def test_gpu_tests_that_look_at_no_value(fake: Fake) -> None:
     files = [str(file) for file in HERE.glob("test_*.py") if "pytest.mark.calls" in file.read_text()]
     said = fake.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "calls", *files)

@@ -192,6 +192,7 @@ class Rank:
 
     def witness(self) -> dict[str, Any]:
         self.beat.mark("witness")
+        self._check_place()
         if compiled := sys.modules.get("torch._inductor.async_compile"):
             compiled.shutdown_compile_workers()  # which would be awake in the windows of others
         seen = {
@@ -220,6 +221,17 @@ class Rank:
             free, total = torch.cuda.mem_get_info(self.device)
             seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
         return seen
+
+    def _check_place(self) -> None:
+        """Raise RuntimeError where most of what is held lies on a GPU that is not this rank's: nobody waits for it."""
+        here = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        gpus = range(torch.cuda.device_count() if here else 0)
+        held, place = max(((torch.cuda.memory_allocated(gpu), f"cuda:{gpu}") for gpu in gpus), default=(0, ""))
+        if held and place != self.device:
+            raise RuntimeError(
+                f"{self.job.config.sources[-1]} computes on {place}, and its rank on {self.device}: let it take "
+                "context.device, or cuda without a number; --device and CUDA_VISIBLE_DEVICES choose what that is"
+            )
 
     def _collectives(self) -> int | None:
         """Collectives that the workload has made, in any group of ranks; None where torch does not tell."""
