@@ -102,7 +102,9 @@ case ${TORCH:-} in
 esac
 if [ -n "$leave_out" ]; then
   printf '%s\n' "$leave_out" >"$without"
-  say "torch is $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))'); the lab is tested with $tested"
+  torch=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) ||
+    stop ".venv was made anew, as after a move, and its torch was not the locked one: give TORCH=... as then, or TORCH=locked."
+  say "torch is $torch; the lab is tested with $tested"
 fi
 locked >"$stamp"
 say "ready: .venv has $(.venv/bin/python --version)"

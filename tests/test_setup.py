@@ -21,7 +21,11 @@ NO_PIP = 'case "$2" in "import pip") exit 1 ;; esac'
 UV = """#!/bin/sh
 if [ "$1" = --version ]; then echo 'uv {version} (a build)'; exit; fi
 echo "$*" >>"{calls}"
-case "$*" in *--offline*) exit 1 ;; sync*) [ -e .venv/bin/python ] || "{python}" -m venv --without-pip .venv ;; esac
+case "$*" in
+  *--offline*) exit 1 ;;
+  sync*) [ -e .venv/bin/python ] || "{python}" -m venv --without-pip .venv ;;
+  pip*) cd .venv/lib/python*/site-packages && mkdir torch-2.dist-info && echo Version: 2 >torch-2.dist-info/METADATA ;;
+esac
 """
 
 
@@ -139,6 +143,17 @@ def test_another_torch_than_the_locked_one_stays_until_the_locked_one_is_asked_f
         code, said, calls = machine.set_up(**({"TORCH": torch} if torch else {}))
         assert (code, "--torch-backend cu126 torch>=2.11 torchvision" in calls) == (0, installs), said
         assert ("--inexact --no-install-package" in calls) == leaves_out
+
+
+def test_a_moved_checkout_with_another_torch_needs_that_torch_again(machine: Machine, tmp_path: Path) -> None:
+    machine.uv("0.13.0")
+    assert machine.set_up(TORCH="installed")[0] == 0
+    machine.checkout = machine.checkout.rename(tmp_path / "elsewhere")
+    for _ in range(2):
+        code, said, _ = machine.set_up()
+        assert (code, "give TORCH=" in said.splitlines()[-1]) == (1, True)
+    assert machine.set_up(TORCH="installed")[0] == 0
+    assert machine.set_up() == (0, "", "")
 
 
 def test_pyproject_and_its_locks_name_the_same_packages() -> None:
