@@ -202,6 +202,8 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
     text = str(given)
     if text.endswith(".toml"):
         values = {"device": device, **read_settings(path := expanded(text), place)}
+        for name in ("train", "data_sha256"):  # of a run's file: how long it is, and what its images were
+            values.pop(name, None)
         found = configuration(values, f"{place}, {path}")
         if found.command:
             raise ConfigError(f"{place}: {path} holds a command line, which is given as {place} itself")
