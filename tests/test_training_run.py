@@ -201,7 +201,7 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
     group = ranks()
     others: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed is 1, and was 0"),
-        ({"data_sha256": "ab"}, "data_sha256 is 'ab'"),
+        ({"data_sha256": "ab"}, "data_sha256 is 'ab'.* and the images as they were"),
         ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
         ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
     ]
@@ -262,7 +262,7 @@ BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
     ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3"),
     ("workload = 'os:system'", None, {}, "workload"),
     ("world_size = 2\n[exchange]\nenabled = false", None, {}, "exchange.enabled"),
-    (f"data_sha256 = '{'0' * 64}'", None, {}, "data_sha256"),
+    (f"data_sha256 = '{'0' * 64}'", None, {}, "data_sha256 names: give those with --data"),
     ("network = ", None, {}, "is not TOML"),
 ]
 

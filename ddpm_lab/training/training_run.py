@@ -114,7 +114,8 @@ def plan_training(
     folder = resolve(config.data or "synthetic", cache, progress=progress, **images)
     sha256 = read_manifest(folder).content_hash
     if config.data_sha256 not in ("", sha256):
-        raise ConfigError(f"{place}: the images in {config.data} are not those that data_sha256 names: leave it out")
+        told = f"the images in {config.data} are not those that data_sha256 names"
+        raise ConfigError(f"{place}: {told}: give those with --data, or leave it out in a run of its own")
     return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned, said
 
 
@@ -224,7 +225,7 @@ def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path,
     if unlike := _differences(config, start.config):
         raise ConfigError(
             f"{run.path} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
-            f"--config {run.path / SETTINGS}, or another --output-dir"
+            f"--config {run.path / SETTINGS}, and the images as they were; or another --output-dir"
         )
     run.set_aside(paths[: len(refused)])
     return path, start.step
