@@ -14,7 +14,7 @@ from drawn_studies import STUDIES
 from scaled_records import all_reduces, exchanged
 from setups import setup
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.explain import findings, phrases, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
@@ -197,6 +197,17 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         assert findings.way_out_of(shown, found) == command
     assert " --resolution 3% (about " in findings.way_out_of(amp(), row(1.0, set_noise=0.03))
     assert "over two hours" in findings.way_out_of(amp(), row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+
+
+def test_a_training_of_ones_own_on_a_gpu_is_measured_again_in_its_number_format() -> None:
+    """Where nothing is said its questions set out from tf32, and those of one with a step of its own from nothing."""
+    for more, words in (((), " --precision fp32"), ((("number_format", "own"),), "")):
+        own = RunConfig(workload=OWN, options=(("make", "mine:make"), *more), device="cuda", loader="files")
+        two = {"2 GPUs": (replace(own, world_size=2), 1.6)}
+        found = make.study(
+            make.on(make.GPUS, make.sets(two, baseline=own, experiment="multi_gpu", count=2)), "multi_gpu"
+        )
+        assert answer(found).finding.way_out.partition(" --loader")[0].endswith(f" --batch-sizes 32{words}")
 
 
 def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:

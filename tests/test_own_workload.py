@@ -28,12 +28,12 @@ WHOLE = Own(
     name="mine:make",
     place="mine.py, line 32",
     options=(("parameters", 314), ("samples", 64), ("sample", "(float32 3x8x8, int64)")),
-    offers=("training", "dataset", "loss", "held_out_loss"),
+    offers=("training", "dataset", "loss", "held_out_loss", "eager"),
 )
 STEPPING = dataclasses.replace(
-    WHOLE, options=(*WHOLE.options, ("number_format", "own")), offers=("training", "dataset", "held_out_loss")
+    WHOLE, options=(*WHOLE.options, ("number_format", "own")), offers=("training", "dataset", "held_out_loss", "eager")
 )
-BATCHES = dataclasses.replace(WHOLE, offers=("training", "loss"))
+BATCHES = dataclasses.replace(WHOLE, offers=("training", "loss", "eager"))
 LOOP = Own(name="mine:loop", options=(("number_format", "own"),))
 
 
@@ -98,7 +98,7 @@ def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_
             baselines = [f.baseline for f in asked.families if f.baseline.workload == OWN]
             assert {c.precision for c in (*baselines, *(c for _, _, c in asked.profiles))} <= {usual}
     (family,) = ask("amp", setups.setup(gpus=1, images=setup(WHOLE).images, own=WHOLE)).families
-    assert (family.baseline_label, [label for label, _ in family.candidates]) == ("tf32", ["bf16", "fp16"])
+    assert (family.baseline_label, [label for label, _ in family.candidates]) == ("tf32", ["bf16", "fp16", "fp32"])
     found = ask("search", setups.setup(gpus=1, images=setup(WHOLE).images, own=WHOLE)).space
     assert found is not None
     assert found.baseline.precision == "tf32"
@@ -113,6 +113,7 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
     for own, question, reason in (
         (STEPPING, "amp", "mine:make has a step of its own, whose number format is its own too"),
         (BATCHES, "workers", "mine:make gives ready batches and no dataset"),
+        (dataclasses.replace(WHOLE, offers=WHOLE.offers[:-1]), "torch_compile", "mine:make compiles by itself"),
         *((LOOP, question, "mine:loop does its own steps, in which nothing can be set") for question in FOR_OWN[1:]),
     ):
         asked = ask(question, setup(own))

@@ -260,12 +260,19 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
         assert (f"settings: {tmp_path}" in out, "settings: none" in out) == (not busy, bool(busy))
 
 
+def test_the_file_follows_what_trials_show_later(tmp_path: Path) -> None:
+    ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
+    for records, expected in ((planted.searched(), "fp32"), (trials(BOTH, 0.0), "bf16")):
+        ledger.append(make.on(here, records))
+        experiments.recommendation(minutes=0, output_dir=tmp_path)
+        assert tomllib.loads((tmp_path / question.FILE).read_text())["precision"] == expected
+
+
 def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_path: Path) -> None:
     """A report, which searches nothing for its last page, leaves the file; records answer for each network."""
     ledger, file, here = Ledger(tmp_path / LEDGER), tmp_path / question.FILE, hardware.machine()
-    ledger.append(
-        make.on(here, planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed"))))
-    )
+    seed = replace(planted.SPACE, baseline=replace(planted.BASE, network="seed"))
+    ledger.append(make.on(here, planted.searched(seed)))
     for later in ([], amp(0.8)):
         ledger.append(make.on(here, later))
         experiments.recommendation(minutes=0, output_dir=tmp_path)

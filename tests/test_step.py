@@ -223,5 +223,5 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_parameter_that_ranks_would_wait_for_is_told_with_a_way_out(whole: bool) -> None:
-    with pytest.raises(TypeError, match=r"mine:make .*: the loss leaves .*: freeze these parameters"):
+    with pytest.raises(TypeError, match=r"mine:make .*: the loss leaves .*: freeze them .*, add 0 times their sum"):
         trained(LABEL, "unused", whole=whole)

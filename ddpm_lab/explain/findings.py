@@ -405,7 +405,8 @@ def _options(row: Comparison) -> Iterator[str]:
         usual = 2 if name == "multi_gpu" or (name == "exchange" and base.device == "cpu") else 1
         yield from [f"--world-size{several} {its.world_size}"] * (its.world_size not in (1, usual))
     if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
-        usual_precision = "fp32"
+        tf32 = base.is_own and base.device == "cuda" and not base.option("number_format", "")
+        usual_precision = "" if tf32 else "fp32"
         if name == "torch_compile":  # on a CPU it takes the format of the fastest measured so far
             usual_precision = "bf16" if base.device == "cuda" else ""
         several = "s" if name == "workers" else ""

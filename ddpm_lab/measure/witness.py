@@ -14,11 +14,6 @@ SAME_NAME = (
     *("implementation", "channels_last", "kernels", "attention_axis", "read_loss"),
 )
 """Settings that a rank says under the names of ``RunConfig``."""
-OWN_WAYS = {
-    "compile": ": leave torch.compile to the lab, or give a loop that yields after every step",
-    "precision": ": leave autocast and number formats to the lab, or give a step in place of a loss",
-}
-"""What to do where the user's own training sets what the lab has to set."""
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -32,7 +27,8 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         told = [(name, label) for name, label in expected.items() if name in seen and seen[name] != label]
         found += _changed(config, seen)
         for name, label in told:
-            way = OWN_WAYS.get(name, "") if config.is_own else ""
+            way = ": leave autocast and number formats to the lab, or give a step in place of a loss"
+            way *= config.is_own and name == "precision"
             found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}{way}")
         found += _of_rank(config, seen)
     uuids, hosts, shares = (

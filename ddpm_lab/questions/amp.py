@@ -25,11 +25,11 @@ def amp(
     """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks.
 
     On a GPU all of them share their sets: torch computes convolutions in tf32 unless told otherwise, so a narrower
-    format has to be faster than that too. A training of the user's sets out from tf32 there.
+    format has to be faster than that too. A training of the user's sets out from tf32 there, beside fp32.
     """
     plain = setup.plain_precision
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p not in ("fp32", plain)]
+    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != plain]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     if not wanted:
         raise ConfigError(f"precisions is {precisions!r}: {plain} is what others are compared with; name another one")
@@ -37,7 +37,9 @@ def amp(
     for ranks in setup.world_sizes(world_sizes, usual):
         batch = setup.batch_size(global_batch_size, ranks)
         name, base = setup.family_name(batch, ranks), setup.config(global_batch_size=batch, world_size=ranks)
-        rows = tuple((p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32") if p in wanted and p in able)
+        rows = tuple(
+            (p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32", "fp32") if p in wanted and p in able
+        )
         side_by_side = setup.device == "cuda"
         family = Family(
             name=name, baseline=base, baseline_label=plain, candidates=rows, primary="bf16", together=side_by_side
@@ -63,6 +65,9 @@ def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
             ratio = phrases.times(stats.estimate(logs)) if logs else "not measured"
             own = f"tf32, in which torch computes convolutions unless told otherwise, {phrases.times(row.ratio)}"
             yield f"{own}; {first.label} beside tf32: {ratio}."
+        if (row.label, row.role, row.family) == ("fp32", "candidate", first.family) and row.sets:
+            alone = "torch.set_float32_matmul_precision('high')"
+            yield f"fp32, in which torch multiplies matrices without {alone}, {phrases.times(row.ratio)}."
 
 
 def times_figure(study: Study) -> Figure | None:

@@ -36,7 +36,7 @@ from ddpm_lab.explain.selection import (
     read_study,
     study,
 )
-from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
+from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
@@ -50,6 +50,7 @@ from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
 from ddpm_lab.questions.recommendation import FILE, write_settings
 from ddpm_lab.questions.recommendation import combination as together
+from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data
@@ -187,9 +188,18 @@ def recommendation(
     if not measures:
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    if searched or not (output / FILE).exists():  # which may be of another network's search
+    if searched or _may_replace(output / FILE, shown):
         write_settings(shown)
     return answer(shown)
+
+
+def _may_replace(file: Path, shown: Study) -> bool:
+    """Whether there is no file of settings, or one for the network and device of the search that is shown."""
+    with contextlib.suppress(LabError):
+        told, found = read_settings(file, FILE), search_of(shown)
+        mine = found and (found.space.baseline.network, found.space.baseline.device)
+        return mine == (told.get("network"), told.get("device"))
+    return True
 
 
 def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:

@@ -69,7 +69,7 @@ def search(
 def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
     """Yield each value with its setting and why it cannot run here, if so; the plain step's values come first."""
     cuda, own, full = setup.device == "cuda", setup.own, setup.preset == "full"
-    offers = own.offers if own else ("loss", "dataset")  # one's own is trained as it is written
+    offers = own.offers if own else ("loss", "dataset", "eager")  # one's own is trained as it is written
     needs_cuda = "" if cuda else _CUDA
     formats = (("fp32", ""), ("bf16", ""), ("tf32", needs_cuda), ("fp16", needs_cuda))
     for name, why in sorted(formats, key=lambda each: each[0] != setup.plain_precision):
@@ -81,7 +81,7 @@ def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
     for value in (nchw, last) if own else (last, nchw, fused):
         yield "memory", value, ""
     yield "compile", Value("off", "eager", _EAGER), ""
-    yield "compile", Value("whole", "compiled", _WHOLE), ""
+    yield "compile", Value("whole", "compiled", _WHOLE), "" if "eager" in offers else "by itself, whatever is set"
     if full and not own:
         yield "compile", Value("regional", "compiled block by block", {"compile": "regional"}), ""
     for mode, label in (("reduce-overhead", "compiled, CUDA graphs"), ("max-autotune", "compiled, max-autotune")):

@@ -6,7 +6,8 @@ import hashlib
 import importlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sized
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +69,7 @@ class OwnFeed:
         data = made.data
         indexed = hasattr(data, "__getitem__") and not isinstance(data, list | tuple | IterableDataset)
         if not indexed or not hasattr(data, "__len__"):
-            _check_last(data, name)
-            self.loader = _endless(data, name)
+            self.loader = _endless(data, name, config.rank_batch_size)
             return
         self.samples = len(data)
         if not self.samples:
@@ -185,7 +185,8 @@ class OwnTraining(Step):
                 raise
             raise TypeError(
                 f"{self.name}: the loss leaves some of the model's parameters out, and ranks wait for their gradients: "
-                "freeze these parameters with requires_grad_(False), or take them out of the model"
+                "freeze them with requires_grad_(False), take them out of the model, or, where only some steps leave "
+                "them out, add 0 times their sum to the loss"
             ) from error
 
     def _moved(self, batch: Any) -> Any:
@@ -202,6 +203,9 @@ class OwnTraining(Step):
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and what the user's training offers."""
         offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
+        dynamo = sys.modules.get("torch._dynamo.utils")  # without which nothing was compiled
+        by_itself = self.config.compile == "off" and dynamo and dynamo.counters["frames"]["ok"]
+        offers["eager"] = None if by_itself else True
         seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
         seen |= {"maker": self.maker, "place": self.place, **super().witness()}
         if seen.get("channels_last") and not self.config.channels_last:
@@ -231,15 +235,11 @@ class OwnTraining(Step):
         return {"step": self.steps, "loss": loss}
 
 
-def _check_last(data: Any, name: str) -> None:
-    """Raise ValueError for a DataLoader whose last batch is shorter, which would be met only after an epoch."""
-    sized = isinstance(data, DataLoader) and isinstance(data.sampler, Sized) and data.batch_size and not data.drop_last
-    if sized and (rest := len(data.sampler) % data.batch_size):
-        raise ValueError(f"{name}: the last batch of data has {rest} of {data.batch_size} images: give drop_last=True")
+def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
+    """The batches of ``data`` over and over. Raises TypeError or RuntimeError where it cannot give them.
 
-
-def _endless(data: Any, name: str) -> Iterator[Any]:
-    """The batches of ``data`` over and over. Raises TypeError or RuntimeError where it cannot give them."""
+    Batches of a DataLoader with fewer than ``size`` images are left out, such as the last of an epoch.
+    """
     if not hasattr(data, "__iter__"):
         raise TypeError(
             f"{name}: data is {type(data).__name__}: give a dataset with len(data) and data[i], or an iterable of "
@@ -249,11 +249,13 @@ def _endless(data: Any, name: str) -> Iterator[Any]:
     while True:
         before = count
         for batch in data:
-            yield batch
-            count += 1
+            if not isinstance(data, DataLoader) or (images_of(batch) or size) >= size:
+                yield batch
+                count += 1
         if count == before:
             raise RuntimeError(
-                f"the batches of {name} ended after {count}: give an iterable that begins anew, or an endless one"
+                f"the batches of {name} ended after {count}: give an iterable that begins anew, or an endless one, of "
+                f"{size} images each"
             )
 
 

@@ -86,7 +86,10 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A training of the user's as it was tried; ``offers`` are some of training, dataset, loss and held_out_loss."""
+    """A training of the user's as it was tried.
+
+    ``offers`` are some of training, dataset, loss, held_out_loss, and eager, where it compiles nothing by itself.
+    """
 
     name: str
     place: str = ""
@@ -122,6 +125,8 @@ class Own:
             )
         if question == "amp" and self.own_format:
             return f"{self.name} has a step of its own, whose number format is its own too: give a loss in place of it"
+        if question == "torch_compile" and "eager" not in self.offers:
+            return f"{self.name} compiles by itself: leave torch.compile to the lab, which compares it with eager steps"
         if question == "workers" and "dataset" not in self.offers:
             return f"{self.name} gives ready batches and no dataset, so there is nothing for loader workers to load"
         return ""
