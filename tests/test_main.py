@@ -117,6 +117,7 @@ REFUSED = {
     "run strategy --parameters 0": ["parameters"],
     "run strategy --device cuda": ["GPU"],
     "recommend --ledger LEDGER --minutes 5": ["--minutes"],
+    "recommend --ledger LEDGER --network sed": ["'sed'", "seed"],
     "recommend --minutes 0.1": ["minutes is 0.1"],
     "recommend --minutes -5": ["minutes is -5"],
     "recommend --minutes nan": ["minutes is nan"],

@@ -27,7 +27,7 @@ from ddpm_lab.cli.options import (
     tell,
     tracker_chosen,
 )
-from ddpm_lab.config import PARTS, RunConfig
+from ddpm_lab.config import NETWORKS, PARTS, RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
@@ -310,7 +310,8 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    no_search = reads(options, "workload", "network", "device")
+    if no_search := reads(options, "workload", "network", "device"):
+        choice("network", options.network or "tiny", NETWORKS)
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = None if no_search else MINUTES.get(options.preset or "quick")
