@@ -112,8 +112,11 @@ def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, m
     assert code == 0  # one set says nothing surely
     assert 0.4 < json.loads(out)["ratio"] < 0.75
     write(tmp_path, {"elsewhere.py": TRAIN.replace("PAUSE", "0")})
-    code, _, err = call("compare", f"{sys.executable} {tmp_path}/elsewhere.py", *words[2:])
-    assert (code, "elsewhere.py loads belongs to the repository" in err) == (2, True)
+    write(folder, {"sub/named.yaml": ""})
+    for settings in ("", "named.yaml"):  # of the repository, but nothing that is loaded
+        run = f"SETTINGS={settings} {sys.executable} {tmp_path}/elsewhere.py"
+        code, _, err = call("compare", run, *words[2:])
+        assert (code, "elsewhere.py loads belongs to the repository" in err) == (2, True)
     commit(folder, {"sub/train": "raise SystemExit('not today')"})
     write(folder, {"sub/train": TRAIN.replace("PAUSE", "0.012")})
     code, _, err = call(*words)

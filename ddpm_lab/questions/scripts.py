@@ -95,6 +95,7 @@ def look(
 ) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
     """Start a command, let it make some steps, and end it: its configuration, its code, and what it says of itself.
 
+    That has the ``files`` it loaded from outside of libraries, without those that only its command line names.
     Raises ConfigError, with its last lines, where it does not get so far.
     """
     command, log = config.command, log_of(instrument.cache, config)
@@ -125,7 +126,7 @@ def look(
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     key = digest([instrument.code.key, seen["python"], seen["versions"], seen["threads"], held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
-    return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), seen
+    return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), {**seen, "files": mine}
 
 
 def compare_commands(
@@ -161,7 +162,7 @@ def compare_commands(
     with _revision(against) as tree:
         one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
         two, beside, other = look(two, instrument, "B")
-        if tree and not any(in_repository(file, tree.apart) for file in beside.sources):
+        if tree and not any(in_repository(file, tree.apart) for file in other["files"]):
             raise ConfigError(
                 f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
                 "imports by its own folder, and no installed package"
