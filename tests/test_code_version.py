@@ -141,7 +141,7 @@ def lab(tmp_path: Path) -> Iterator[Tree]:
 
 def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_version().key
-    for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME"):
+    for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_DUMP_FILE"):
         monkeypatch.setenv(name, "elsewhere")
         assert code_version().key == before
     for name in ("LD_PRELOAD", "TORCHINDUCTOR_MAX_AUTOTUNE", "NCCL_BUFFSIZE"):

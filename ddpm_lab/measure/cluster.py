@@ -237,7 +237,8 @@ def relatives() -> tuple[int, ...]:
 def join(process: Process, **differing: str) -> Any:
     """Say in the store what this process is; returns the store."""
     said = {"device_index": process.local_rank, "host": socket.gethostname(), "host_id": host_id()}
-    said |= {"machine": hardware.machine().key, "code": code_version().key, **differing}
+    code = code_version(environment={}).key  # variables such as NCCL_IB_HCA name what each host has
+    said |= {"machine": hardware.machine().key, "code": code, **differing}
     store = join_store(*process.store, seconds=JOIN_SECONDS)
     store.set(f"joined {process.rank}", json.dumps(said))
     return store

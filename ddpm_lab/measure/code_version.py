@@ -37,7 +37,10 @@ VARIABLES = (
     *("TORCHINDUCTOR_",),
 )
 """How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
-BUT = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME")
+BUT = (
+    *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
+    *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP"),
+)
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
@@ -116,7 +119,9 @@ class CodeVersion:
             self.beside.check_unchanged()
 
 
-def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> CodeVersion:
+def code_version(
+    loaded: Loaded | None = None, tree: Tree | None = None, environment: Mapping[str, str] = os.environ
+) -> CodeVersion:
     """The version of the code that ranks run. Raises ConfigError where the lab's own files were edited meanwhile."""
     modules, libraries = loaded or ({}, [])
     own = {name: source_of(file) for name, file in modules.items()}
@@ -124,8 +129,8 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := package_version(name))]
-    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and not name.startswith(BUT))
-    parts += [f"{name}={os.environ[name]}" for name in variables]
+    variables = sorted(name for name in environment if name.startswith(VARIABLES) and not name.startswith(BUT))
+    parts += [f"{name}={environment[name]}" for name in variables]
     found = CodeVersion(digest(parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
