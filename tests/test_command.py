@@ -103,20 +103,22 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["{python} -m pack.train", "bin/python bin/train"])
+@pytest.mark.parametrize("run", ["{python} -m pack.train", "{python} bin/train"])
 def test_the_programs_own_package_is_told_where_it_is_installed(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
-    """As a module or by an entry point; and no other package."""
+    """As a module or by an entry point, which need be no function; and of no other package, whose version is told."""
     loop = textwrap.indent(TRAIN.replace("BEFORE", "import other").replace("    AFTER", ""), "    ")
-    main = f"def main():\n{loop}\nif __name__ == '__main__':\n    main()\n"
-    site = {f"site-packages/{name}": text for name, text in {"pack/train.py": main, "other.py": ""}.items()}
+    main = f"import functools\ndef run():\n{loop}\nmain = functools.partial(run)\n"
+    main += "if __name__ == '__main__':\n    main()\n"
+    held = {"pack/train.py": main, "other.py": "", "other-3.dist-info/METADATA": "Name: other\nVersion: 3\n"}
+    held["pack-1.dist-info/entry_points.txt"] = "[console_scripts]\ntrain = pack.train:main\n"
+    site = {f"site-packages/{name}": text for name, text in held.items()}
     write(tmp_path, {**site, "bin/train": "import sys\nfrom pack.train import main\nsys.exit(main())\n"})
-    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     installed = (tmp_path / "site-packages", Path(psutil.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, installed)))
     group = start(run=run)
-    group.witness()
+    assert group.witness()[0]["versions"]["other"] == "3"
     program = [str(tmp_path / "bin" / "train")] if "bin/train" in run else []
     assert group.files == [*program, str(tmp_path / "site-packages" / "pack" / "train.py")]
 

@@ -8,6 +8,7 @@ told to make some steps, makes them as it would anyway, and says how long they t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.machinery
 import json
@@ -147,7 +148,7 @@ class Turns:
         free, total = torch.cuda.mem_get_info(device) if properties else (0, 0)
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
-        versions = {name: getattr(module, "__version__", None) for name, module in installed}
+        versions = {name: getattr(module, "__version__", None) or listed_version(name) for name, module in installed}
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
@@ -172,8 +173,8 @@ class Turns:
         """The program, the modules of its own package, installed or not, and those that are no library's."""
         main = sys.modules["__main__"]
         program, own = Path(getattr(main, "__file__", None) or "").absolute(), {main.__package__}  # of python -m
-        if program.parent.resolve() == Path(sys.executable).parent.resolve():  # of an entry point, which it imports
-            own |= {getattr(value, "__module__", None) for value in vars(main).values() if callable(value)}
+        if not program.suffix:
+            own |= entry_modules(program.name)
         own = {(name or "").partition(".")[0] for name in own}
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
@@ -212,6 +213,27 @@ def resident_bytes(kind: str) -> int:
     """Memory of this process by its name in the kernel's table."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(sizes[kind].split()[0])
+
+
+def listed_version(module: str) -> Any:
+    """The version of the distribution that has a module's name; None where there is none."""
+    from importlib import metadata  # noqa: PLC0415 - it takes long, and torch has done so by now
+
+    with contextlib.suppress(Exception):  # whatever somebody's metadata holds
+        return metadata.version(module)
+    return None
+
+
+def entry_modules(command: str) -> set[str]:
+    """The modules that installed packages list as what a command runs."""
+    from importlib import metadata  # noqa: PLC0415
+
+    found = set()
+    for package in metadata.distributions():
+        with contextlib.suppress(Exception):
+            entries = [e for e in package.entry_points if (e.group, e.name) == ("console_scripts", command)]
+            found |= {entry.value.partition(":")[0] for entry in entries}
+    return found
 
 
 def attach(torch: Any) -> None:
