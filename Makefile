@@ -24,7 +24,7 @@ setup: ## set up .venv with the locked packages (3 GB to download, 6 GB on disk,
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh
 
 dev: setup ## install what the tests and checks need besides
-	@.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group dev --quiet
+	@.boot/uv sync --frozen --inexact $$(cat .boot/torch 2>/dev/null) --group dev --quiet
 
 report: setup ## run all notebooks and write reports/index.html
 	@set --; \
@@ -69,13 +69,13 @@ audit: dev ## list licences and known vulnerabilities of all packages; an unusua
 	  --allow-only 'Apache;BSD;MIT;ISC;PSF;Python Software;MPL;Mozilla;LGPL;Lesser General;NVIDIA'
 
 peers: setup ## install the trainers that notebook 07 compares with (denoising-diffusion-pytorch, diffusers)
-	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group peers --quiet
+	.boot/uv sync --frozen --inexact $$(cat .boot/torch 2>/dev/null) --group peers --quiet
 
 fid: setup ## install what measures a FID from weights that are already here (torchmetrics, torch-fidelity)
-	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group fid --quiet
+	.boot/uv sync --frozen --inexact $$(cat .boot/torch 2>/dev/null) --group fid --quiet
 
 trackers: setup ## install the experiment tracker that train, run and compare can log to (comet-ml)
-	.boot/uv sync --frozen --inexact $$(cat .venv/.torch 2>/dev/null) --group trackers --quiet
+	.boot/uv sync --frozen --inexact $$(cat .boot/torch 2>/dev/null) --group trackers --quiet
 
 # An index of this machine only must not leave its address in a file for everybody.
 lock: setup ## bring uv.lock and environment.yml in step with pyproject.toml

@@ -13,7 +13,7 @@ tested="2.11 and 2.15"
 
 cd "$(dirname "$0")/.."
 stamp=.venv/.set-up
-without=.venv/.torch # with another torch than the locked one: what uv then leaves out
+without=.boot/torch # with another torch than the locked one: what uv then leaves out, also where .venv is lost
 locked() { pwd -P && cksum uv.lock pyproject.toml; }
 if [ -z "${PYTHON:-}${TORCH:-}" ] && [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(locked)" ]; then exit 0; fi
 
@@ -75,6 +75,7 @@ fi
 
 again="check the network, or set HTTPS_PROXY or an index of packages, and run it again; what has been downloaded is kept."
 mkdir -p .boot
+printf '%s\n' "$leave_out" >"$without"
 if [ -z "$uv" ] && [ ! -x "$own/bin/uv" ]; then
   say "downloading uv $uv_version, the installer (25 MB)"
   PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -101,7 +102,6 @@ case ${TORCH:-} in
   *) .boot/uv pip install --torch-backend "$TORCH" 'torch>=2.11' torchvision || stop "torch for $TORCH was not installed: $again" ;;
 esac
 if [ -n "$leave_out" ]; then
-  printf '%s\n' "$leave_out" >"$without"
   torch=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) ||
     stop ".venv was made anew, as after a move, and its torch was not the locked one: give TORCH=... as then, or TORCH=locked."
   say "torch is $torch; the lab is tested with $tested"

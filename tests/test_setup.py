@@ -149,6 +149,9 @@ def test_a_moved_checkout_with_another_torch_needs_that_torch_again(machine: Mac
     machine.uv("0.13.0")
     assert machine.set_up(TORCH="installed")[0] == 0
     machine.checkout = machine.checkout.rename(tmp_path / "elsewhere")
+    machine.shim("uv", "#!/bin/sh\n[ $1 = --version ] && echo uv 0.13.0\n")  # without a network
+    assert "installation failed" in machine.set_up()[1]
+    machine.uv("0.13.0")
     for _ in range(2):
         code, said, _ = machine.set_up()
         assert (code, "give TORCH=" in said.splitlines()[-1]) == (1, True)
