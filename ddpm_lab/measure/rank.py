@@ -103,6 +103,7 @@ class Rank:
         how |= {"rank": self.job.rank, "world_size": config.world_size, "threads": self.job.threads}
         self.workload = make_workload(make, config.sources[-1], config, RankContext(device=self.device, **how))
         self.batches = self.workload.batches()
+        self._find_gpus()
         self.early = loader_iterators()  # what is frozen below is found no more
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
@@ -117,8 +118,13 @@ class Rank:
         return dist.FileStore(str(self.job.folder / "rendezvous"), ranks)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
+        for gpu in self.gpus:
+            torch.cuda.synchronize(gpu)
+
+    def _find_gpus(self) -> None:
+        """Note this rank's own GPU and those where its workload holds something: they are waited for."""
+        gpus = range(torch.cuda.device_count() if self.cuda else 0)
+        self.gpus = [g for g in gpus if f"cuda:{g}" == self.device or torch.cuda.memory_allocated(g)]
 
     def window(self, *, settle: int, steps: int) -> dict[str, Any]:
         """Run ``settle`` untimed steps, line up with the other ranks, and time ``steps`` steps."""
@@ -152,6 +158,7 @@ class Rank:
         gc.collect()
         for _ in range(steps):
             step()
+        self._find_gpus()
         self.synchronize()
         self.beat.mark("barrier")
         if self.job.config.world_size > 1:
@@ -223,13 +230,13 @@ class Rank:
         return seen
 
     def _check_place(self) -> None:
-        """Raise RuntimeError where most of what is held lies on a GPU that is not this rank's: nobody waits for it."""
+        """Raise RuntimeError where only GPUs that are not this rank's hold something: its own is what is timed."""
         here = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         gpus = range(torch.cuda.device_count() if here else 0)
-        held, place = max(((torch.cuda.memory_allocated(gpu), f"cuda:{gpu}") for gpu in gpus), default=(0, ""))
-        if held and place != self.device:
+        held = [f"cuda:{gpu}" for gpu in gpus if torch.cuda.memory_allocated(gpu)]
+        if held and self.device not in held:
             raise RuntimeError(
-                f"{self.job.config.sources[-1]} computes on {place}, and its rank on {self.device}: let it take "
+                f"{self.job.config.sources[-1]} computes on {held[0]}, and its rank on {self.device}: let it take "
                 "context.device, or cuda without a number; --device and CUDA_VISIBLE_DEVICES choose what that is"
             )
 
