@@ -158,10 +158,12 @@ def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: P
 def test_files_of_settings_are_compared(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("global_batch_size = 4\n")
     run = "[train]\nsteps = 5\n"  # as in the file that a training run writes
-    (tmp_path / "large.toml").write_text(f"global_batch_size = 8\n{run}[optimizer]\nlearning_rate = 1e-4\n")
-    found = compare(tmp_path / "small.toml", tmp_path / "large.toml", sets=1, output_dir=tmp_path, quiet=True)
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.toml").write_text(f"global_batch_size = 8\n{run}[optimizer]\nlearning_rate = 1e-4\n")
+    files = (tmp_path / "small.toml", tmp_path / "large" / "config.toml")
+    found = compare(*files, sets=1, output_dir=tmp_path, quiet=True)
     assert found.verdict == stats.TOO_FEW
-    assert {r.label for r in found.study.records if r.role == "candidate"} == {"large"}
+    assert {r.label for r in found.study.records if r.role != "twin"} == {"small", "large"}
     assert {r.status for r in found.study.records} == {"ok"}
     images = {w.images for r in found.study.records for w in r.windows}
     assert len(images) == 1, "both sides process the same number of images in a window"

@@ -36,6 +36,7 @@ from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_pair
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import find_here, usual_device
 
 NAME_BYTES = 120
@@ -240,7 +241,10 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
 def _name(given: Side, config: RunConfig) -> str:
     if isinstance(given, RunConfig):
         return f"configuration {config.run_id}"
-    return config.workload if callable(given) else Path(given).stem if str(given).endswith(".toml") else str(given)
+    if callable(given) or not str(given).endswith(".toml"):
+        return config.workload
+    file = Path(given).absolute()
+    return file.parent.name if file.name == SETTINGS else file.stem  # of a run
 
 
 def _labels(one: str, two: str) -> tuple[str, str]:
