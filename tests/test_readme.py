@@ -35,7 +35,11 @@ ELSEWHERE = {
     "on the processor of the figure above": (
         *("amp", "seed, batch 8, 1 rank", "bf16"),
         "amd-epyc-family-25-model-1-2-cores-no-gpu",
-    )
+    ),
+    "[compiled in place of eager]": (
+        *("quality", "tiny, batch 8", "compiled"),
+        "amd-epyc-family-25-model-17-2-cores-no-gpu",
+    ),
 }
 ON_A_GPU = {
     "bf16 in place of exact fp32": ("amp", "seed, batch 128, 1 GPU", "bf16"),
@@ -169,17 +173,18 @@ def test_timed_once_is_off_by_what_the_readme_says() -> None:
     assert f"The lab measured {math.exp(np.mean(sets)):.2f} (" in README
 
 
-def test_what_is_worse_and_what_is_not() -> None:
-    """Held-out losses after 60,000 images, paired by seed: Student's t at 90 %, as is usual for equivalence."""
+@pytest.mark.parametrize(
+    ("images", "label", "margin"),
+    [(60_000, "bf16", 0.002), (150_000, "compiled", 0.001), (150_000, "batch 16", -0.005)],
+)
+def test_what_is_worse_and_what_is_not(images: int, label: str, margin: float) -> None:
+    """Held-out losses, paired by seed: Student's t at 90 %, as is usual for equivalence. Below 0, it is exceeded."""
     last: dict[str, dict[int, float]] = defaultdict(dict)
     for record in records("amd-epyc-family-25-model-17-2-cores-no-gpu"):
-        if record["role"] == "quality" and (looks := record["quality"]["held_out"])[-1]["images"] == 60_000:
+        if record["role"] == "quality" and (looks := record["quality"]["held_out"]) and looks[-1]["images"] == images:
             last[record["label"]][record["config"]["seed"]] = looks[-1]["loss"]
-    ends = {}
-    for label in ("bf16", "batch 16"):
-        apart = [loss - last["fp32"][seed] for seed, loss in last[label].items()]
-        assert len(apart) == 5
-        ends[label] = stats.t.interval(0.9, 4, np.mean(apart), stats.sem(apart))
-    assert ends["bf16"][0] < 0 < ends["bf16"][1] < 0.002, "no more than seeds differ by"
-    assert ends["batch 16"][0] > 0.03
-    assert "after 60,000 images (5 seeds, on family 25, model 17; batch 16 in place of 8 is worse)" in README
+    apart = [loss - last["fp32"][seed] for seed, loss in last[label].items()]
+    low, high = stats.t.interval(0.9, len(apart) - 1, np.mean(apart), stats.sem(apart))
+    assert low > -margin if margin < 0 else high < margin
+    words = f"not worse after {images:,} images (5 seeds" if margin > 0 else "batch 16 in place of 8 is worse |"
+    assert (len(apart), README.count(words)) == (5, 1)
