@@ -162,6 +162,8 @@ def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(store: Store, monke
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_1")
     with leading(leader):
         assert cluster.current()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    refused(leader, "or variables such as NCCL_ALGO")
     channel.close()
 
 

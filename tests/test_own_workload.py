@@ -104,6 +104,14 @@ def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_
     assert found.baseline.precision == "tf32"
 
 
+def test_what_compiles_by_itself_is_compiled_in_no_search() -> None:
+    own = dataclasses.replace(WHOLE, offers=WHOLE.offers[:-1])
+    found = ask("search", setups.setup("full", gpus=1, images=setup(own).images, own=own)).space
+    assert found is not None
+    assert [value.key for value in found.settings["compile"]] == ["off"]
+    assert "compiled, CUDA graphs" in dict(found.left_out)
+
+
 def test_its_figures_lie_beside_those_of_the_labs_trainer() -> None:
     files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
     assert files == ["03_amp", "03_amp_mine_make"]

@@ -266,6 +266,9 @@ def test_the_file_follows_what_trials_show_later(tmp_path: Path) -> None:
         ledger.append(make.on(here, records))
         experiments.recommendation(minutes=0, output_dir=tmp_path)
         assert tomllib.loads((tmp_path / question.FILE).read_text())["precision"] == expected
+    (tmp_path / question.FILE).write_text('network = "tiny"\ndevice = "cpu"\nimage_size = 64\n')
+    experiments.recommendation(minutes=0, output_dir=tmp_path)
+    assert "image_size = 64" in (tmp_path / question.FILE).read_text(), "of other images"
 
 
 def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ from ddpm_lab.measure.process import (
     sweep,
 )
 
+OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
+"""How the names of variables begin that may differ between hosts: they name cards and networks."""
 JOIN_SECONDS = 120.0  # how long processes wait for each other, whose imports may come from a slow shared file system
 BEAT_SECONDS = 1.0
 LOST_BEATS = 4  # of silence, and a process is lost; the leader is waited for longer
@@ -237,7 +239,8 @@ def relatives() -> tuple[int, ...]:
 def join(process: Process, **differing: str) -> Any:
     """Say in the store what this process is; returns the store."""
     said = {"device_index": process.local_rank, "host": socket.gethostname(), "host_id": host_id()}
-    code = code_version(environment={}).key  # variables such as NCCL_IB_HCA name what each host has
+    alike = {name: value for name, value in os.environ.items() if not name.startswith(OF_HOST)}
+    code = code_version(environment=alike).key
     said |= {"machine": hardware.machine().key, "code": code, **differing}
     store = join_store(*process.store, seconds=JOIN_SECONDS)
     store.set(f"joined {process.rank}", json.dumps(said))
@@ -256,7 +259,10 @@ def _joined(process: Process) -> list[dict[str, Any]]:
             f"{missing[0].split()[1]}: do all hosts run the same command? See what that rank said"
         )
     found: list[dict[str, Any]] = [parsed(store.get(name)) for name in names]
-    parts = {"machine": "processor, cores, GPUs, driver, torch or Python", "code": "the lab's code"}
+    parts = {
+        "machine": "processor, cores, GPUs, driver, torch or Python",
+        "code": "the lab's code, or variables such as NCCL_ALGO",
+    }
     for (part, words), there in itertools.product(parts.items(), found):
         if there[part] != found[0][part]:
             raise ConfigError(

@@ -194,11 +194,11 @@ def recommendation(
 
 
 def _may_replace(file: Path, shown: Study) -> bool:
-    """Whether there is no file of settings, or one for the network and device of the search that is shown."""
+    """Whether there is no file of settings, or one for the work, images and device of the search that is shown."""
     with contextlib.suppress(LabError):
         told, found = read_settings(file, FILE), search_of(shown)
-        mine = found and (found.space.baseline.network, found.space.baseline.device)
-        return mine == (told.get("network"), told.get("device"))
+        alike = ("network", "device", "image_size", "data_sha256")
+        return found is not None and all(told.get(n, v) == v for n in alike if (v := getattr(found.space.baseline, n)))
     return True
 
 

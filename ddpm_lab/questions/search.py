@@ -81,12 +81,13 @@ def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
     for value in (nchw, last) if own else (last, nchw, fused):
         yield "memory", value, ""
     yield "compile", Value("off", "eager", _EAGER), ""
-    yield "compile", Value("whole", "compiled", _WHOLE), "" if "eager" in offers else "by itself, whatever is set"
+    compiles = "" if "eager" in offers else "by itself, whatever is set"
+    yield "compile", Value("whole", "compiled", _WHOLE), compiles
     if full and not own:
         yield "compile", Value("regional", "compiled block by block", {"compile": "regional"}), ""
     for mode, label in (("reduce-overhead", "compiled, CUDA graphs"), ("max-autotune", "compiled, max-autotune")):
         if full if cuda else not own:
-            yield "compile", Value(mode, label, {**_WHOLE, "compile_mode": mode}), "" if cuda else _GPU
+            yield "compile", Value(mode, label, {**_WHOLE, "compile_mode": mode}), compiles or ("" if cuda else _GPU)
     for kind, end in (("default", "given back"), ("kept", "kept")) if not cuda else ():
         yield "freed_memory", Value(kind, f"freed memory {end}", {"freed_memory": kind}), ""
     ranks = setup.doubled_ranks

@@ -238,7 +238,7 @@ class OwnTraining(Step):
 def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
     """The batches of ``data`` over and over. Raises TypeError or RuntimeError where it cannot give them.
 
-    Batches of a DataLoader with fewer than ``size`` images are left out, such as the last of an epoch.
+    Batches of a DataLoader with fewer than ``size`` images are left out, but for the first: the last of an epoch is.
     """
     if not hasattr(data, "__iter__"):
         raise TypeError(
@@ -249,13 +249,12 @@ def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
     while True:
         before = count
         for batch in data:
-            if not isinstance(data, DataLoader) or (images_of(batch) or size) >= size:
+            if not isinstance(data, DataLoader) or count == before or (images_of(batch) or size) >= size:
                 yield batch
                 count += 1
         if count == before:
             raise RuntimeError(
-                f"the batches of {name} ended after {count}: give an iterable that begins anew, or an endless one, of "
-                f"{size} images each"
+                f"the batches of {name} ended after {count}: give an iterable that begins anew, or an endless one"
             )
 
 
