@@ -199,6 +199,21 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
     assert "over two hours" in findings.way_out_of(amp(), row(1.0, set_noise=0.4, stages={"steady": 60.0}))
 
 
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((0.924, 0.9977), "7.6 % to 0.23 % slower than fp32"),
+        ((1.01, 1.3), "1 % to 30 % faster than fp32"),
+        ((0.9, 1.3), "10 % slower to 30 % faster than fp32"),
+        ((2.1, 2.5), "2.1 times to 2.5 times as fast as fp32"),
+    ],
+)
+def test_an_open_answer_says_between_what_it_lies(ends: tuple[float, float], words: str) -> None:
+    ratio = stats.Estimate(value=1.0, low=ends[0], high=ends[1], p=0.1, sets=6)
+    found = findings.headline_of(replace(row(1.0), verdict=stats.INCONCLUSIVE, ratio=ratio))
+    assert found == f"No clear answer: bf16 may be {words}"
+
+
 def test_a_training_of_ones_own_on_a_gpu_is_measured_again_in_its_number_format() -> None:
     """Where nothing is said its questions set out from tf32, and those of one with a step of its own from nothing."""
     for more, words in (((), " --precision fp32"), ((("number_format", "own"),), "")):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ddpm_lab import declared
@@ -144,9 +145,7 @@ def _read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The answer of records that exist."""
     if name == "bottleneck":
         output = output_folder(options.output_dir)
-        lab = partial(experiments.of_training, workload=None)
-        files = ledgers(options.ledger, output)
-        every = read_study(files, RECOMMENDATION, output, machine=options.machine, among=lab)
+        every = _of_lab(ledgers(options.ledger, output), output, options.machine)
         return {"experiment": name, **bottleneck_report(every)}
     shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands", "workload"))
     return {"experiment": name, **_told(shown)}
@@ -310,8 +309,8 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    if no_search := reads(options, "workload", "network", "device"):
-        choice("network", options.network or "tiny", NETWORKS)
+    if (no_search := reads(options, "workload", "network", "device")) and options.network is not None:
+        choice("network", options.network, NETWORKS)
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = None if no_search else MINUTES.get(options.preset or "quick")
@@ -375,11 +374,16 @@ def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> pl
     return planned
 
 
+def _of_lab(files: Sequence[Path], output: Path, machine: str | None) -> Study:
+    """Every record of the lab's own trainer on a machine."""
+    lab = partial(experiments.of_training, workload=None)
+    return read_study(files, RECOMMENDATION, output, machine=machine, among=lab)
+
+
 def bottleneck_study(measured: planning.Planned) -> Study:
     """Every record of this machine that can say something."""
     mine = experiments.study_of(measured)
-    lab = partial(experiments.of_training, workload=None)
-    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
+    every = _of_lab([measured.ledger], measured.output, measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     records = (*others, *mine.records)
     return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)

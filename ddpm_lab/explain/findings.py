@@ -294,6 +294,7 @@ def headline_of(row: Comparison) -> str:
     if row.verdict == stats.TOO_FEW:
         return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
     low, high = (phrases.difference(end) for end in row.ratio.ends)
+    low = low.removesuffix(high[-len(" slower") :]).strip()  # a word that both have is said once
     return f"No clear answer: {subject} may be {low} to {_than(high)} {other}{with_cores(row)}"
 
 

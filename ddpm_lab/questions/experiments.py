@@ -197,8 +197,8 @@ def _may_replace(file: Path, shown: Study) -> bool:
     """Whether there is no file of settings, or one for the work, images and device of the search that is shown."""
     with contextlib.suppress(LabError):
         told, found = read_settings(file, FILE), search_of(shown)
-        alike = ("network", "device", "image_size", "data_sha256")
-        return found is not None and all(told.get(n, v) == v for n in alike if (v := getattr(found.space.baseline, n)))
+        alike = ("network", "device", "image_size", "data_sha256")  # the last is left out where the images are gone
+        return found is not None and all(told.get(n) in (None, getattr(found.space.baseline, n)) for n in alike)
     return True
 
 
