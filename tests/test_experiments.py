@@ -50,7 +50,7 @@ def test_the_labs_trainer_and_ones_own_answer_apart(tmp_path: Path) -> None:
     assert configs("amp") == configs("amp", workload="mine:make") == {"mine:make"}
     assert configs("amp", workload="other:make") == configs("multi_gpu") == set()
     asked = {"output_dir": tmp_path, "image_size": 8, "cores": 1, "quiet": True}
-    assert experiments.study_of(plan_question("claims", **asked)).records == ()
+    assert experiments.study_of(plan_question("claims", **asked)).beside == ()
     elsewhere = Ledger(tmp_path / "elsewhere.jsonl")
     elsewhere.append(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.1)})))
     both = experiments.run("amp", ledger=[ledger.path, elsewhere.path], machine=hardware.machine().key)
