@@ -23,7 +23,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.processor import multiplies_bf16
-from ddpm_lab.training import run_folder, training_run
+from ddpm_lab.training import run_folder, setting, training_run
 from ddpm_lab.training.checkpoint import read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
@@ -248,6 +248,20 @@ def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_pat
         folder.write_settings(config, {"steps": 5, "save_every": 7})
     again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
     assert again[:2] == (config, schedule), "what ran can be run again"
+
+
+def test_on_one_gpu_a_compiled_step_is_launched_as_graphs(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "_check_machine", lambda *_: None)
+    monkeypatch.setattr(setting, "least_capability", lambda: (9, 0))
+    monkeypatch.setattr(setting, "missing_to_compile", lambda _: "")
+
+    def mode(text: str = "", **flags: Any) -> str:
+        return plan(text, None, **{"device": "cuda", "world_size": 1, **flags})[0].compile_mode
+
+    assert mode() == mode(compile="whole") == "reduce-overhead"
+    for without in ({"accumulation": 2}, {"world_size": 2}, {"compile": "regional"}, {"compile": "off"}):
+        assert mode(**without) == "default"
+    assert mode("compile_mode = 'default'") == "default"
 
 
 BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [

@@ -355,10 +355,11 @@ class Step(Fed, ABC):
     def _forward_once(self) -> None:
         """Compute a loss eagerly: how the witness sees into what is compiled."""
         compiled, self.model = self.model, self.network
+        tried, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not worth it for one image
         try:
             self.loss(self.batch, slice(0, 1))
         finally:
-            self.model = compiled
+            self.model, torch.backends.cudnn.benchmark = compiled, tried
 
     @torch.no_grad()
     def weights_sha256(self) -> str:

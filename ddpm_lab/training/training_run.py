@@ -109,6 +109,10 @@ def plan_training(
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
+    alone = config.device == "cuda" and config.world_size == config.accumulation == 1
+    if alone and config.compile == "whole" and "compile_mode" not in values:
+        # Launched kernel by kernel, an H100 waited for its host (README). Graphs hold one micro-batch's gradients.
+        config = dataclasses.replace(config, compile_mode="reduce-overhead")
     _check_machine(config, place)
     images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
     folder = resolve(config.data or "synthetic", cache, progress=progress, **images)
