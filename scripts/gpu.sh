@@ -19,8 +19,8 @@ done
 mkdir -p "$out/logs" "$out.work/done" && out=$(realpath "$out") && work=$out.work && cd "$(dirname "$0")/.." || exit 2
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 python=${PYTHON:-python3} failed=() waiting=()
-network=seed size=quick graphs=reduce-overhead compile=regional
-if [[ $device == cpu ]]; then network=tiny size=smoke graphs=default compile=off; fi
+network=seed size=quick
+if [[ $device == cpu ]]; then network=tiny size=smoke; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 trap 'exit 130' INT # whatever a step makes of it
 end=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
@@ -51,10 +51,8 @@ if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
   step tests 180 "$python" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark "${tests[@]}"
 fi
 step images 600 "$python" -m ddpm_lab prepare "$data" "$work/images"
-printf 'compile_mode = "%s"\n' "$graphs" >"$work/graphs.toml"
 export TORCH_LOGS=cudagraphs,recompiles
-lab graphs 150 train --network $network --no-probe --config "$work/graphs.toml" --steps 20 --sample-every 0 \
-  --compile $compile --output-dir "$work/graphs"
+lab train 200 train --network $network --no-probe --steps 20 --sample-every 10 --evaluate-every 10 --output-dir "$work/train"
 unset TORCH_LOGS
 step attention 60 "$python" - "$device" <<'END'
 import sys, torch
@@ -73,7 +71,7 @@ for shape in ((4, 64, 32), (1, 256, 256), (1, 16, 256)):  # heads, positions and
             print(shape, kernel.name, str(error).splitlines()[0])
 END
 # Each in an equal part of the time that is left, or five minutes: an H100 took a minute for a set of four formats.
-questions=(amp torch_compile profile workers batch_size peers "peers --parts levers") jobs=() tried=0
+questions=(torch_compile amp profile workers batch_size peers "peers --parts levers") jobs=() tried=0
 if [[ $device == cpu ]]; then questions=("${questions[@]:0:6}"); fi
 if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
 for question in "${questions[@]}"; do

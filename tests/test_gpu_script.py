@@ -43,7 +43,7 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
     assert (code, "seed_amp. Not finished: none" in said) == (1, True)
     assert "no luck" in steps.pop("seed_amp")
     assert {step.partition(",")[0] for step in steps.values()} == {"ok"}
-    assert {"check", "graphs", "attention", "seed_levers", "seed_peers"} < steps.keys()
+    assert {"check", "train", "attention", "seed_levers", "seed_peers"} < steps.keys()
     assert "seed_multi_gpu" not in steps, "of one GPU"
 
     slow = python(tmp_path, gpus=2, slow="run multi_gpu --network seed")
@@ -64,7 +64,7 @@ def test_the_folder_of_a_dry_run_is_one_to_publish(tmp_path: Path) -> None:
     done = tmp_path / "results.work" / "done"
     code, steps, _ = run(tmp_path, *words, "--minutes", "0")
     assert (code, set(steps.values())) == (1, {"no time left"})
-    for name in steps.keys() - {"environment", "images", "attention", "graphs", "tiny_profile"}:
+    for name in steps.keys() - {"environment", "images", "attention", "train", "tiny_profile"}:
         (done / name).touch()
     code, steps, _ = run(tmp_path, *words, "--minutes", "9")
     assert code == 0, steps

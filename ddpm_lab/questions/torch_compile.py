@@ -31,8 +31,8 @@ def torch_compile(
 ) -> Experiment:
     """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise.
 
-    On a GPU with CUDA graphs too, which launch a step's kernels at once; in ``full`` block by block, which compiles
-    less and leaves what lies between the blocks eager.
+    On a GPU with CUDA graphs too, in the same sets, which launch a step's kernels at once; in ``full`` block by block,
+    which compiles less and leaves what lies between the blocks eager.
     """
     full, precision = setup.preset == "full", precision or setup.usual_precision
     count = (min(4, setup.usable_cores) if full else 0) if loader_workers is None else loader_workers
@@ -49,7 +49,8 @@ def torch_compile(
         eager = setup.config(global_batch_size=batch, world_size=ranks, precision=precision, **loader)
         name = f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}"
         rows = tuple((label, replace(eager, **how)) for label, how in ways)
-        families.append(Family(name=name, baseline=eager, baseline_label="eager", candidates=rows, primary="compiled"))
+        family = Family(name=name, baseline=eager, baseline_label="eager", candidates=rows, primary="compiled")
+        families.append(replace(family, together=setup.device == "cuda"))
     return Experiment(name="torch_compile", families=tuple(families))
 
 
