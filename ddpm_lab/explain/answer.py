@@ -123,7 +123,7 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
 # --- the figure -------------------------------------------------------------------------------------------------------
 
 COLOURS = {stats.FASTER: charts.GOOD, stats.SLOWER: charts.BAD}
-MEANING = "Blue: faster; orange: slower; grey: no difference found."
+MEANING = "Blue: faster; orange: slower; grey: neither."
 POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
 
 
@@ -131,6 +131,7 @@ def row(c: Comparison, name: str = "") -> Row:
     """A comparison as a row: its ratio, or why it has none."""
     if not c.sets:
         return Row(name=name or c.label, missing=phrases.failure(c))
+    told = phrases.times(c.ratio) if c.ratio.exists else f"{phrases.ratio(c)} ({phrases.plural(c.sets, 'set')})"
     return Row(
         name=name or c.label,
         value=c.ratio.value,
@@ -138,7 +139,7 @@ def row(c: Comparison, name: str = "") -> Row:
         high=c.ratio.high,
         colour=COLOURS.get(c.verdict, charts.OPEN),
         dots=c.set_ratios[: c.sets] if c.sets > 1 else (),
-        text=phrases.times(c.ratio).replace(" (", "  (").replace(" to ", phrases.DASH),
+        text=told.replace(" (", "  (").replace(" to ", phrases.DASH),
     )
 
 

@@ -339,7 +339,7 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
         [speed, trained.loss_panel(shown, "Quality")],
         title=usual.finding.headline,
         context=phrases.context(study),
-        note=f"{_method(family)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
+        note=f"{_method(family)} Speed: blue faster, orange slower, grey neither; band: the baseline "
         f"repeated. Loss: {phrases.within(trained.MEANING)}",
         beside=True,
     )
