@@ -123,6 +123,7 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
     ranks = most_ranks if cuda else min(2, most_ranks)
     exchange, optimizer = config.exchange, config.optimizer
     fused = "fused kernels" if config.channels_last else "fused kernels in channels last"
+    graphs = {"compile_mode": "reduce-overhead"}
     rows: list[tuple[bool, str, dict[str, Any]]] = [
         (files, "packed data", {"loader": "packed", "loader_workers": 0}),
         *((files, f"{n} loader worker{'s' * (n != 1)}", {"loader_workers": n}) for n in workers if n <= usable_cores),
@@ -137,6 +138,8 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         (not alone, "gradients in bf16", {"exchange": replace(exchange, hook="bf16")}),
         (not alone, "1 rank", {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}),
         (alone, f"{ranks} ranks", {"world_size": ranks}),
+        (cuda and alone and config.compile == "whole", "CUDA graphs", graphs),
+        (cuda and alone and eager, "compiled, CUDA graphs", {"compile": "whole", "kernels": "aten", **graphs}),
         (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
     ]
     return _others(config, {name: change for able, name, change in rows if able})
