@@ -35,9 +35,11 @@ from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Family, Plan, Valu
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
+from ddpm_lab.questions.calibrate import WORKLOAD
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
 from ddpm_lab.questions.search import admissible
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.setting import Own
 from ddpm_lab.training.training_run import plan_training
 
 BF16, TWO = {"precision": "bf16"}, {"world_size": 2}
@@ -577,6 +579,91 @@ def test_no_record_names_code_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
             experiment=SimpleNamespace(configurations=(RunConfig(),)), output=None, cohort=("",), renewed=bool
         )
         assert bool(experiments.combination(cast(Any, asked))) is expected
+
+
+# --- what else one ledger may hold ------------------------------------------------------------------------------------
+
+
+PLAIN = RunConfig(global_batch_size=8, data_sha256="a" * 64)
+
+
+def answered(tmp_path: Path, *days: list[RunRecord]) -> str:
+    """The headline from records of one day after the other."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for day, records in enumerate(days, 4):
+        dates = [r.date.replace("2026-01-03", f"2026-01-0{day}") for r in records]
+        ledger.append(replace(r, environment=make.environment(date=d)) for r, d in zip(records, dates, strict=True))
+    return experiments.recommendation(ledger=ledger.path, output_dir=tmp_path).finding.headline
+
+
+def bf16(ratio: float, base: RunConfig = PLAIN, **values: Any) -> list[RunRecord]:
+    return make.sets({"bf16": (replace(base, **BF16), ratio)}, baseline=base, **values)
+
+
+def two_ranks(ratio: float, base: RunConfig, **values: Any) -> list[RunRecord]:
+    values = {"experiment": "multi_gpu", "baseline_label": "1 rank", **values}
+    return make.sets({"2 ranks": (replace(base, **TWO), ratio)}, baseline=base, **values)
+
+
+def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
+    few, whole = bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)
+    assert "nothing measured here is faster" in answered(tmp_path, few, whole)
+    assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
+
+
+def test_another_size_is_another_training(tmp_path: Path) -> None:
+    large = replace(PLAIN, image_size=64, data_sha256="b" * 64)
+    usual = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]
+    faster = two_ranks(1.5, large, family="tiny, batch 8, 64x64 pixels", seed=2)
+    assert "nothing measured here is faster" in answered(tmp_path, *usual, faster)
+    assert " at 64x64; quality" in answered(tmp_path / "large", faster)
+
+
+def test_of_several_batches_the_one_that_gains_is_named(tmp_path: Path) -> None:
+    days = []
+    for batch, ratio in ((16, 0.8), (512, 1.4)):
+        base = replace(PLAIN, global_batch_size=batch)
+        learned = make.trials({"2 ranks": (replace(base, **TWO), 0.0)}, baseline=base, images=5120)
+        same = [replace(r, quality={**(r.quality or {}), "weights_sha256": str(r.config.seed)}) for r in learned]
+        days += [two_ranks(ratio, base, family=f"tiny, batch {batch}", seed=batch), same]
+    assert answered(tmp_path, *days).startswith("Use 2 ranks at batch 512: 40 % faster")
+
+
+def test_a_winner_that_fails_when_it_is_measured_again_is_no_answer() -> None:
+    records = planted.searched(gains={"bf16": 1.3})
+    lost = [(r.experiment, r.role) == (RECOMMENDATION, "candidate") for r in records]
+    broken = {"status": "crashed", "reason": "no memory", "windows": (), "ranks": ()}
+    found = [replace(r, **broken) if failed else r for r, failed in zip(records, lost, strict=True)]
+    finding = answer(planted.study(found)).finding
+    assert (finding.status, "bf16" in finding.headline) == (findings.FAILED, True)
+    assert "no memory" in finding.claim
+    assert finding.way_out.startswith("ddpm-lab recommend")
+
+
+def test_a_search_that_was_stopped_hides_no_answer(tmp_path: Path) -> None:
+    seed = replace(PLAIN, network="seed")
+    of_seed = bf16(1.4, seed, family="seed, batch 8")
+    before = answered(tmp_path, of_seed)
+    stopped = [r for r in planted.searched(gains={"bf16": 1.3}) if r.experiment == SEARCH or r.role == "space"]
+    assert answered(tmp_path / "again", of_seed, stopped) == before
+    assert "bf16" in before
+
+
+def test_ones_own_training_is_answered_beside_other_work_of_the_lab(tmp_path: Path) -> None:
+    own = Own(name="mine:make", options=(("parameters", 1000),), offers=("training", "dataset", "loss"))
+    base = RunConfig(**own.settings(), global_batch_size=32, data_sha256=own.sha256)
+    mine = bf16(1.9, base, family="mine:make, batch 32")
+    work = replace(RunConfig(workload=WORKLOAD, global_batch_size=1), options=(("pieces", 100),))
+    more = {"5 % more": (replace(work, options=(("pieces", 105),)), 0.95)}
+    instrument = make.sets(more, baseline=work, experiment="calibrate", family="calibration", data_name="")
+    assert answered(tmp_path, mine, instrument).startswith("bf16 is 90 % faster")
+
+
+def test_changes_on_other_images_are_not_joined() -> None:
+    for other, joined in ((PLAIN, True), (replace(PLAIN, data_sha256="b" * 64), False)):
+        learned = {"trials": (*trials(BF16, 0.0, PLAIN), *trials(TWO, 0.0, other))}
+        found = make.study([*bf16(1.4), *two_ranks(1.3, other, seed=1)], RECOMMENDATION)
+        assert (combination(replace(found, **learned)) is not None) is joined
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

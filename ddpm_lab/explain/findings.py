@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -379,6 +380,10 @@ def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
     return " ".join(words)
 
 
+_SYNTHETIC = re.compile(r"([\d,]+ )?synthetic images")
+"""Their name in records, as no folder's is."""
+
+
 def where_of(study: Study, config: RunConfig) -> list[str]:
     """The words that name images, device and folder of a configuration, where a command would choose others.
 
@@ -387,7 +392,8 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
     """
     names = {r.data_name for r in study.records if r.data_name and r.config.data_sha256 == config.data_sha256}
     images = config.data if config.data and Path(config.data).is_dir() else "DATA"
-    words = ["--data", shlex.quote(images)] * (not config.is_own and any("synthetic" not in name for name in names))
+    others = any(not _SYNTHETIC.fullmatch(name) for name in names)
+    words = ["--data", shlex.quote(images)] * (others and not config.is_own)
     words += ["--device", "cpu"] * (config.device == "cpu" and any(r.machine.gpus for r in study.records))
     usual = study.published or study.output_dir in (Path(), output_folder(None))
     return words + ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)

@@ -143,10 +143,10 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         others = _by_experiment([r for r in found if r.experiment != experiment])
         shown = shown + [r for group in others for r in _one_cohort(group)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
-    same = [r for r in trials if r.cohort[2] in data]
-    for group in _by_experiment(same):  # of the code and data tried last: a trial has no turns, and so no plan of a set
-        latest = max(group, key=lambda r: moment(r.date)).cohort[:3]
-        shown = shown + [r for r in group if r.cohort[:3] == latest]
+    for images in sorted(data):
+        for group in _by_experiment([r for r in trials if r.cohort[2] == images]):
+            latest = max(group, key=lambda r: moment(r.date)).cohort[:3]  # a trial has no turns, and no plan of a set
+            shown = shown + [r for r in group if r.cohort[:3] == latest]
     return shown + looks
 
 

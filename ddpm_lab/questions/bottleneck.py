@@ -20,7 +20,7 @@ from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, compariso
 from ddpm_lab.explain.selection import Study, once, rank_zero
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import Experiment, Family, Question
+from ddpm_lab.plan import SEARCH, Experiment, Family, Question
 from ddpm_lab.questions import peers, torch_compile
 from ddpm_lab.questions import profile as bd
 from ddpm_lab.questions.batch_size import CAVEAT
@@ -214,7 +214,7 @@ def considered(study: Study) -> tuple[Change, ...]:
     mine = (config.run_id, about.profile.code_version)
     known: dict[str, Comparison] = {}  # of whichever question has most sets
     for row in sorted(comparisons(study), key=lambda row: -row.sets):
-        if single(row) and (row.baseline_id, row.code_version) == mine:
+        if single(row) and row.experiment != SEARCH and (row.baseline_id, row.code_version) == mine:
             known.setdefault(row.run_id, row)
     found = [_change(study, about, row.config, names.get(row.run_id, ""), row) for row in known.values()]
     found += [_change(study, about, offered[name], name) for run_id, name in names.items() if run_id not in known]

@@ -48,7 +48,7 @@ from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, SEARCH, Cell, Experiment, Sp
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
-from ddpm_lab.questions.recommendation import FILE, write_settings
+from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
 from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
@@ -83,15 +83,21 @@ def run(
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
         shown = _stored(name, output_dir, ledger, machine, workload=settings.get("workload"))
+        _tell_idle(settings, "preset", "workload", how="without ledger and machine they are measured")
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
         shown = _published(name, output_folder(output_dir))
-        usual = {f.name: f.default for f in dataclasses.fields(Settings)}
-        idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
-        if idle:
-            say(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
+        _tell_idle(settings, "preset", how="published = False measures with them")
     else:
         shown = study_of(measure(name, output_dir=output_dir, **settings))
     return answer(dataclasses.replace(shown, bands=table))
+
+
+def _tell_idle(settings: Mapping[str, Any], *used: str, how: str) -> None:
+    """Print a note of settings that change nothing where records are shown that exist, and ``how`` they would."""
+    usual = {f.name: f.default for f in dataclasses.fields(Settings)}
+    idle = [n for n, value in settings.items() if n not in used and value is not None and value != usual.get(n)]
+    if idle:
+        say(f"note: no effect on records that exist: {', '.join(idle)}; {how}")
 
 
 def measured_here(name: str, output_dir: str | Path | None, *, workload: str | None = None, **of: Any) -> Study:
@@ -226,7 +232,9 @@ def _stored(
         if machine is not None and heads:
             key = machine_key(heads, machine)
             heads = [h for h in heads if h.machine.key == key]
-        found, asked = of_training(heads, workload), [h for h in heads if name in (h.experiment, RECOMMENDATION)]
+        whole = name == RECOMMENDATION
+        asked = [h for h in heads if h.experiment == name or (whole and h.experiment not in OTHER_WORK)]
+        found = of_training(heads, workload)
         if workload is None and asked and not any(h in asked for h in found):
             return [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
         return found
@@ -265,8 +273,9 @@ def combination(planned: Planned) -> Planned | None:
     of: dict[str, Any] = {"workload": config.work_name} if config.is_own else {"network": config.network}
     of |= {"device": config.device}
     family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], **of))
-    named = {(c.workload, c.options) for c in (family.baseline, *dict(family.candidates).values())} if family else set()
-    if named - {(config.workload, config.options)}:  # records may tell of settings, and never name code to run
+    rows = (family.baseline, *dict(family.candidates).values()) if family else ()
+    # Records may tell of settings, and never name code to run; what they say of other images is measured on those.
+    if {(c.workload, c.options, c.data_sha256) for c in rows} - {(config.workload, config.options, config.data_sha256)}:
         return None
     return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
 

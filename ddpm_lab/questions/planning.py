@@ -47,6 +47,7 @@ from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.bottleneck import check_memory
 from ddpm_lab.questions.peers import PUBLISHED
+from ddpm_lab.questions.recommendation import all_cores_first
 from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, Cohort, RunRecord
 from ddpm_lab.training.setting import (
@@ -514,7 +515,7 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
     if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
-    found = comparisons(study(records, "amp")) if records else []
+    found = all_cores_first(comparisons(study(records, "amp"))) if records else []
     found = [c for c in found if (c.config.work_name, c.config.device) == (work, "cpu")]
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 

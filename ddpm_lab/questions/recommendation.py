@@ -11,10 +11,9 @@ import contextlib
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ QUESTION = Question(title="Which settings should I use on this machine?", file="
 FILE = "recommended.toml"
 STEPS = 800_000
 """Of a full training of the baseline: the steps of Ho et al. (2020) on CIFAR-10."""
+USUAL_SIZE = 32
+"""Pixels of a side, of CIFAR-10."""
 UNTRIED = "quality not shown"
 """Status of an answer that trials would complete."""
 
@@ -48,9 +49,10 @@ UNTRIED = "quality not shown"
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
-_BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
-"""Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
+OTHER_WORK = ("peers", "quality", "claims", "compare", "calibrate", "batch_size")
+"""Questions whose comparisons are no changes of a training: other trainers, or other work."""
 SEARCHED = (SEARCH, RECOMMENDATION)
+_BESIDE = (*OTHER_WORK, *SEARCHED)
 FASTER, SLOWER, INCONCLUSIVE, NOT_MEASURED = stats.FASTER, stats.SLOWER, stats.INCONCLUSIVE, "not measured"
 NO_GAIN, WORSE, FAILED = "no gain", "worse quality", "failed"
 _TIERS = {FASTER: 0, INCONCLUSIVE: 1, NOT_MEASURED: 2}
@@ -166,27 +168,49 @@ def measured(study: Study) -> list[Comparison]:
 @once
 def _every(study: Study) -> list[Comparison]:
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
-    return [c for c in found if c.config.workload in (DDPM, OWN)]
+    return all_cores_first(c for c in found if c.config.workload in (DDPM, OWN))
+
+
+def all_cores_first(rows: Iterable[Comparison]) -> list[Comparison]:
+    """Return comparisons without those with fewer cores that all cores have answered."""
+    rows = list(rows)
+    whole = {(c.baseline_id, c.run_id) for c in rows if c.answered and not c.baseline.threads}
+    ids = [tuple(replace(config, threads=0).run_id for config in (c.baseline, c.config)) for c in rows]
+    return [c for c, same in zip(rows, ids, strict=True) if not c.baseline.threads or same not in whole]
 
 
 @once
-def _shown(study: Study) -> tuple[str, str] | None:
-    """Return the one network, or training of the user's, and device that an answer is about; None without a gain.
+def _shown(study: Study) -> tuple[str, str, int] | None:
+    """Return the one network, or training of the user's, device and size that an answer is about; None without a gain.
 
     A GPU's go first, then what a report measures by default, then the latest.
     """
-    works = {_work(c.baseline) for c in _every(study)} | {_work(r.config) for r in study.records if r.role == "space"}
+    works = {_work(c.baseline) for c in _every(study)} | {_work(r.config) for r in _spaces(study)}
     last = {work: max(moment(r.date) for r in study.records if _work(r.config) == work) for work in works}
-    return max(works, key=lambda w: (w[1] == "cuda", w[0] == usual_network(w[1]), last[w]), default=None)
+    usual = {w: (w[1] == "cuda", w[0] == usual_network(w[1]), w[2] == USUAL_SIZE, last[w]) for w in works}
+    return max(works, key=usual.__getitem__, default=None)
 
 
-def _work(config: RunConfig) -> tuple[str, str]:
-    return config.work_name, config.device
+def _spaces(study: Study) -> list[RunRecord]:
+    """Return what searches could choose from whose winner was measured again; where nothing else is known, of all."""
+    every = [r for r in study.records if r.role == "space" and r.space is not None]
+    again = {_family_of(r) for r in study.records if (r.role, r.status) == ("baseline", "ok")}
+    done = [r for r in every if _family_of(r) in again]
+    return done if done or _every(study) else every
+
+
+def _family_of(record: RunRecord) -> tuple[str, str, str | None]:
+    return record.experiment, record.family, record.baseline_id
+
+
+def _work(config: RunConfig) -> tuple[str, str, int]:
+    return config.work_name, config.device, config.image_size
 
 
 def _for(config: RunConfig) -> str:
-    """Return for which network settings are recommended, where that is not the one that a report measures by itself."""
-    return "" if config.is_own or config.network == usual_network(config.device) else f" for {config.network}"
+    """Return for which network and size settings are recommended, where a report measures others by itself."""
+    network = "" if config.is_own or config.network == usual_network(config.device) else f" for {config.network}"
+    return network + f" at {config.image_size}x{config.image_size}" * (config.image_size != USUAL_SIZE)
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
@@ -215,7 +239,7 @@ def combination(study: Study) -> Family | None:
     config, labels = base, list[str]()
     for c in found:
         new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
-        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader"))
+        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader", "data_sha256"))
         if config and same and all(getattr(config, name) == getattr(base, name) for name in new):
             with contextlib.suppress(ConfigError):
                 config = replace(config, **new)
@@ -289,7 +313,9 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        headline = f"Use {best.label}{_for(best.baseline)}: {gain}{findings.with_cores(best)}, quality {judged}"
+        sizes = {c.baseline.global_batch_size for c in rows}
+        where = _for(best.baseline) + f" at batch {best.baseline.global_batch_size}" * (len(sizes) > 1)
+        headline = f"Use {best.label}{where}: {gain}{findings.with_cores(best)}, quality {judged}"
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
@@ -321,7 +347,7 @@ def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
         words += ["--workload", shlex.quote(config.work_name)]
     elif config.network != usual_network(config.device):
         words += ["--network", config.network]
-    words += ["-p image_size", str(config.image_size)] * (config.image_size != 32)
+    words += ["-p image_size", str(config.image_size)] * (config.image_size != USUAL_SIZE)
     where = findings.where_of(study if last else replace(study, records=()), config)
     return " ".join([*words, *("-p device" if word == "--device" else word for word in where)])
 
@@ -405,8 +431,8 @@ class Recommendation:
 def _last_space(study: Study) -> RunRecord | None:
     """Return what the last search could choose from, of the network and device that are ``_shown``."""
     work = _shown(study)
-    spaces = [r for r in study.records if r.role == "space" and r.space is not None and _work(r.config) == work]
-    return sorted(spaces, key=lambda r: moment(r.date))[-1] if spaces else None
+    spaces = [r for r in _spaces(study) if _work(r.config) == work]
+    return max(spaces, key=lambda r: moment(r.date), default=None)
 
 
 @once
@@ -414,8 +440,8 @@ def recommendation(study: Study) -> Recommendation | None:
     """Return what the last search in a study of all experiments found; None without one that was measured again."""
     if (last := _last_space(study)) is None:
         return None
-    space, whose = Space.from_dict(last.config, last.space or {}), attrgetter("experiment", "family", "baseline_id")
-    mine = tuple(r for r in study.records if whose(r) == whose(last) and r.role != "space")
+    space = Space.from_dict(last.config, last.space or {})
+    mine = tuple(r for r in study.records if _family_of(r) == _family_of(last) and r.role != "space")
     fresh, roles = replace(study, records=mine), ("baseline", "twin", "candidate")
     base, twin, rows = ([r for r in comparisons(fresh) if r.role == role and r.sets] for role in roles)
     if not (base and twin) or space.cells.get(space.start) != space.baseline:
@@ -433,7 +459,7 @@ def recommendation(study: Study) -> Recommendation | None:
         count=count,
         reach=max(count, _as_far_as(steps, OPEN)),
         belief=belief,
-        tried=_tried(belief, len(found), [r for r in searched if r.role == "candidate" and r.status != "ok"]),
+        tried=_tried(belief, len(found), [r for r in (*searched, *mine) if r.role == "candidate" and r.status != "ok"]),
     )
 
 
@@ -492,6 +518,9 @@ def _of_search(found: Recommendation) -> Finding:
         if found.belief.sets.keys() <= {found.space.start}:
             goes_on = _search_command(where, found.space)
             return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=goes_on)
+        if lost := next((r for r in where.records if r.role == "candidate"), None):
+            failed = f"Keep the baseline{_for(base)}: {lost.label}, fastest in the search, failed when measured again"
+            return plain(where, failed, FAILED, *rest, way_out=_search_command(where, found.space))
         return plain(where, f"Keep the baseline{_for(base)}: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
