@@ -85,7 +85,8 @@ def _run(words: Sequence[str]) -> int:
         code = int(getattr(error, "exit_code", 2))
         ended = [""] * (code == 1 and "hint" in options)  # a line of progress
         seen = traceback.format_exc().splitlines() if options.debug else ()
-        notes = (line for note in getattr(error, "__notes__", ()) for line in note.splitlines())
+        detail = getattr(error, "__notes__", ()) if options.debug else ()
+        notes = (line for note in detail for line in note.splitlines())
         say(*ended, *seen, *notes, f"ddpm-lab: {_sentence(error)}", error=True)
         return code
     except KeyboardInterrupt as stopped:

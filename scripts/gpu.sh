@@ -9,7 +9,7 @@ minutes=${MINUTES:-10} data=${DATA:-synthetic} device=cuda out=gpu_results
 while (($#)); do
   case $1 in
     --minutes) minutes=${2:?is missing} ;;
-    --data) data=$(realpath "${2:?is missing}") ;;
+    --data) data=${2:?is missing} && [[ $data == synthetic ]] || data=$(realpath "$data") ;;
     --device) device=${2:?is missing} ;;
     --output-dir) out=${2:?is missing} ;;
     *) echo "gpu.sh: unknown option $1: see the first lines of $0" >&2 && exit 2 ;;

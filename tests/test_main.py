@@ -209,9 +209,12 @@ def test_a_defect_keeps_its_traceback_and_a_signal_is_an_exit_code(call: Call, m
         code, out, err = call("run", "amp")
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert words in err
+        planted.add_note("where in a rank")
+        assert "in a rank" not in call("run", "amp")[2]
         err = call("run", "amp", "--debug")[2]
         assert err.startswith("Traceback")
         assert words in err.splitlines()[-1]
+        assert "where in a rank" in err
     error = KeyboardInterrupt()
     assert call("run", "amp")[0] == 130
     monkeypatch.setattr(planning, "plan_question", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))

@@ -207,6 +207,9 @@ def ragged():
 
 def stream():
     return Training(model=Net(), data=Stream(), loss=loss)
+
+def samples():
+    return Training(model=Net(), data=[(data()[0], torch.tensor([1.0]))] * 16, loss=loss)
 """
 
 
@@ -216,12 +219,14 @@ def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
         ("stream", []),
         ("short", []),
         ("autocasting", ["or give a step in place of a loss"]),
-        ("ragged", ["the last one too (drop_last=True)"]),
+        ("ragged", ["the last one too (drop_last=True); samples need a Dataset"]),
     ):
         workload = made(ORDINARY, function)
         train(workload, 9)  # an epoch, and what begins the next
         found = mismatches(config(function), [seen(workload, 9)])
         assert [line.rpartition(", ")[2] for line in found] == words
+    with pytest.raises(TypeError, match="give single samples as a Dataset"):
+        train(made(ORDINARY, "samples"), 1)
     small = made(ORDINARY, "short", global_batch_size=16)
     train(small, 1)
     (line,) = mismatches(config("short", global_batch_size=16), [seen(small, 1)])

@@ -65,12 +65,21 @@ def test_the_synthetic_set_has_the_same_hash_for_ever(tmp_path: Path) -> None:
     assert np.array_equal(decode(packed.files[1_234], 32), packed.images[1_234])
 
 
-@pytest.mark.parametrize("change", ["new file", "changed file", "other size", "damaged array"])
+def test_what_holds_other_images_is_not_emptied(tmp_path: Path, source: Path) -> None:
+    dest, other = tmp_path / "dest", write_images(tmp_path / "other", generate(5, 8))
+    before = prepare(source, dest, image_size=8)
+    for images, size in ((other, 8), (source, 4)):
+        with pytest.raises(DataError, match="in 8x8; choose another folder"):
+            prepare(images, dest, image_size=size)
+    assert open_packed(dest).manifest == before
+
+
+@pytest.mark.parametrize("change", ["new file", "changed file", "damaged array"])
 def test_rebuilt_when_changed(tmp_path: Path, source: Path, change: str) -> None:
     dest = tmp_path / "dest"
     before = prepare(source, dest, image_size=8)
     mapped = open_packed(dest)
-    image_size, images = 4 if change == "other size" else 8, generate(40, 8)
+    images = generate(40, 8)
     if change == "new file":
         images = generate(41, 8)
         write_images(source, images[40:], first=41)
@@ -80,14 +89,11 @@ def test_rebuilt_when_changed(tmp_path: Path, source: Path, change: str) -> None
         assert mapped.files is None
     elif change == "damaged array":
         (dest / "images.npy").write_bytes((dest / "images.npy").read_bytes()[:500])
-    after = prepare(source, dest, image_size=image_size)
+    after = prepare(source, dest, image_size=8)
     assert (after.content_hash == before.content_hash) == (change == "damaged array")
     renamed = write_images(tmp_path / "elsewhere" / "deep", images, first=1001)
-    assert prepare(renamed, tmp_path / "second", image_size=image_size).content_hash == after.content_hash
-    packed = open_packed(dest)
-    assert packed.images.shape == (len(images), image_size, image_size, 3)
-    if image_size == 8:
-        assert np.array_equal(packed.images, images)
+    assert prepare(renamed, tmp_path / "second", image_size=8).content_hash == after.content_hash
+    assert np.array_equal(open_packed(dest).images, images)
     if change != "damaged array":
         assert np.array_equal(mapped.images, generate(40, 8))  # who had it open keeps what they opened
 

@@ -597,12 +597,12 @@ def answered(tmp_path: Path, *days: list[RunRecord]) -> str:
 
 
 def bf16(ratio: float, base: RunConfig = PLAIN, **values: Any) -> list[RunRecord]:
-    return make.sets({"bf16": (replace(base, **BF16), ratio)}, baseline=base, **values)
+    return make.sets({"bf16": (replace(base, precision="bf16"), ratio)}, baseline=base, **values)
 
 
 def two_ranks(ratio: float, base: RunConfig, **values: Any) -> list[RunRecord]:
     values = {"experiment": "multi_gpu", "baseline_label": "1 rank", **values}
-    return make.sets({"2 ranks": (replace(base, **TWO), ratio)}, baseline=base, **values)
+    return make.sets({"2 ranks": (replace(base, world_size=2), ratio)}, baseline=base, **values)
 
 
 def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
@@ -623,7 +623,7 @@ def test_of_several_batches_the_one_that_gains_is_named(tmp_path: Path) -> None:
     days = []
     for batch, ratio in ((16, 0.8), (512, 1.4)):
         base = replace(PLAIN, global_batch_size=batch)
-        learned = make.trials({"2 ranks": (replace(base, **TWO), 0.0)}, baseline=base, images=5120)
+        learned = make.trials({"2 ranks": (replace(base, world_size=2), 0.0)}, baseline=base, images=5120)
         same = [replace(r, quality={**(r.quality or {}), "weights_sha256": str(r.config.seed)}) for r in learned]
         days += [two_ranks(ratio, base, family=f"tiny, batch {batch}", seed=batch), same]
     assert answered(tmp_path, *days).startswith("Use 2 ranks at batch 512: 40 % faster")
@@ -632,7 +632,7 @@ def test_of_several_batches_the_one_that_gains_is_named(tmp_path: Path) -> None:
 def test_a_winner_that_fails_when_it_is_measured_again_is_no_answer() -> None:
     records = planted.searched(gains={"bf16": 1.3})
     lost = [(r.experiment, r.role) == (RECOMMENDATION, "candidate") for r in records]
-    broken = {"status": "crashed", "reason": "no memory", "windows": (), "ranks": ()}
+    broken: dict[str, Any] = {"status": "crashed", "reason": "no memory", "windows": (), "ranks": ()}
     found = [replace(r, **broken) if failed else r for r, failed in zip(records, lost, strict=True)]
     finding = answer(planted.study(found)).finding
     assert (finding.status, "bf16" in finding.headline) == (findings.FAILED, True)
@@ -661,9 +661,9 @@ def test_ones_own_training_is_answered_beside_other_work_of_the_lab(tmp_path: Pa
 
 def test_changes_on_other_images_are_not_joined() -> None:
     for other, joined in ((PLAIN, True), (replace(PLAIN, data_sha256="b" * 64), False)):
-        learned = {"trials": (*trials(BF16, 0.0, PLAIN), *trials(TWO, 0.0, other))}
+        learned = (*trials(BF16, 0.0, PLAIN), *trials(TWO, 0.0, other))
         found = make.study([*bf16(1.4), *two_ranks(1.3, other, seed=1)], RECOMMENDATION)
-        assert (combination(replace(found, **learned)) is not None) is joined
+        assert (combination(replace(found, trials=learned)) is not None) is joined
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

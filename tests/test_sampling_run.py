@@ -115,7 +115,11 @@ def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callabl
     ranks(ran="fp32")
     with pytest.raises(RunFailed, match="the label says precision bf16, rank 0 ran with fp32"):
         draw(checkpoint, 3, precision="bf16", folder="others")
-    draw(checkpoint, 3)
+    ranks(fail_at=0)
+    with pytest.raises(RunFailed):
+        draw(checkpoint, 3, seed=2)
+    ranks()
+    draw(checkpoint, 3)  # into the same folder, which no image has claimed
     with pytest.raises(ConfigError, match=r"sampler is 'ddpm'; seed is 1"):
         draw(checkpoint, 3, sampler="ddpm", seed=1)
     note = checkpoint.parent / "images" / "sampling.json"

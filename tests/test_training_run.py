@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
-from ddpm_lab.measure import others
+from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.training import run_folder, setting, training_run
-from ddpm_lab.training.checkpoint import read, write
+from ddpm_lab.training.checkpoint import CheckpointError, read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
 from ddpm_lab.training.training_run import Outcome, Schedule, plan_training, train
@@ -194,6 +197,33 @@ def test_an_unreadable_checkpoint_is_set_aside(tmp_path: Path, ranks: Callable[.
     assert names == ["step-00000020.pt.unreadable", "step-00000022.pt"]
 
 
+def test_a_checkpoint_that_cannot_be_read_now_stays_where_it_is(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks()
+    run(tmp_path, 10, save_every=5, **NEVER)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    for error, told in ((OSError(errno.ESTALE, "Stale file handle"), CheckpointError), (MemoryError(), MemoryError)):
+        monkeypatch.setattr(zipfile.ZipFile, "namelist", lambda *_, error=error: _raise(error))
+        with pytest.raises(told):
+            run(tmp_path, 12, save_every=5, **NEVER)
+        monkeypatch.undo()
+        ranks()
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == names
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    (tmp_path / "config.toml").write_text("# mine\n")
+    with pytest.raises(ConfigError, match=r"holds config\.toml of something else"):
+        run(tmp_path, 3, **NEVER)
+    assert (tmp_path / "config.toml").read_text() == "# mine\n"
+
+
 def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
     run(tmp_path, 5, **NEVER)
@@ -262,6 +292,10 @@ def test_on_one_gpu_a_compiled_step_is_launched_as_graphs(plan: Plan, monkeypatc
     for without in ({"accumulation": 2}, {"world_size": 2}, {"compile": "regional"}, {"compile": "off"}):
         assert mode(**without) == "default"
     assert mode("compile_mode = 'default'") == "default"
+    for memory, loader in ((2**30, "resident"), (2**10, "packed")):  # the images take 12 kB
+        gpu = SimpleNamespace(memory_bytes=memory)
+        monkeypatch.setattr(hardware, "gpus", lambda gpu=gpu: [gpu])
+        assert plan(device="cuda", world_size=1)[0].loader == loader
 
 
 BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
@@ -278,6 +312,7 @@ BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
     ("world_size = 2\n[exchange]\nenabled = false", None, {}, "exchange.enabled"),
     (f"data_sha256 = '{'0' * 64}'", None, {}, "data_sha256 names: give those with --data"),
     ("network = ", None, {}, "is not TOML"),
+    ("", None, {"data": ""}, "a path is empty"),
 ]
 
 

@@ -226,8 +226,8 @@ def resolve(
         side = read_manifest(path).image_size
         if side != image_size:
             raise DataError(
-                f"{path} was prepared with images of {side}x{side}, not {image_size}x{image_size}; prepare its source "
-                f"again with image size {image_size}"
+                f"{path} was prepared with images of {side}x{side}, not {image_size}x{image_size}; give image size "
+                f"{side} (--image-size {side}), or prepare its source again with {image_size}"
             )
         if held_out is not None:
             raise DataError(f"{path} is prepared and has its held-out part; give --held-out when preparing it")
@@ -287,6 +287,12 @@ def _check_dest(job: _Job, dest: Path) -> None:
             raise DataError(f"{given} lies inside {dest}, which is emptied before it is prepared; choose another")
     if (dest / LOCK).exists() and not (dest / LOCK).is_file():
         raise DataError(f"{dest / LOCK} is no file; choose another folder")
+    before = None
+    with contextlib.suppress(DataError, OSError):
+        before = read_manifest(dest)
+    if before and (before.source, before.image_size) != (str(job.source), job.image_size):
+        side = f"{before.image_size}x{before.image_size}"
+        raise DataError(f"{dest} holds images of {before.source} in {side}; choose another folder, or remove it")
     # One look at the names: another process that prepares the same folder makes its lock before anything else.
     names = {path.name for path in dest.iterdir()} if dest.exists() else set()
     if names and LOCK not in names:

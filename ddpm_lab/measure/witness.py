@@ -136,5 +136,6 @@ def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     if images is None or "steps" not in seen or images == expected:
         return []
     label = f"{config.rank_batch_size} images a step on a rank, {expected} in {seen['steps']} steps"
-    way = ": let every batch have config.rank_batch_size, the last one too (drop_last=True)" if config.is_own else ""
+    every = "let every batch have config.rank_batch_size, the last one too (drop_last=True); samples need a Dataset"
+    way = f": {every}" if config.is_own else ""
     return [f"the label says {label}, rank {seen['rank']} used {images}{way}"]

@@ -105,6 +105,8 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (CheckpointError, RefusedPickleError) as error:
         raise CheckpointError(f"{path} is not used: {error}") from error
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a hostile or damaged file makes of the reader
         raise CheckpointError(f"{path} is not used: it is damaged, or no checkpoint of ddpm_lab") from error
 

@@ -249,6 +249,12 @@ def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
     while True:
         before = count
         for batch in data:
+            ready = not count and isinstance(data, list | tuple | IterableDataset)
+            if ready and len(lengths := {*lengths_of(batch)}) > 1:
+                raise TypeError(
+                    f"{name}: tensors of {min(lengths)} and {max(lengths)} in one batch: data that is a list, a tuple "
+                    "or an IterableDataset gives ready batches; give single samples as a Dataset with a length"
+                )
             if not isinstance(data, DataLoader) or count == before or (images_of(batch) or size) >= size:
                 yield batch
                 count += 1
@@ -260,10 +266,16 @@ def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
 
 def images_of(batch: Any) -> int | None:
     """The length of the first tensor in a batch; None where there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
+    return next(lengths_of(batch), None)
+
+
+def lengths_of(batch: Any) -> Iterator[int]:
+    """The lengths of the tensors in a batch, but of single numbers."""
+    if isinstance(batch, Tensor) and batch.ndim:
+        yield len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((count for part in parts if (count := images_of(part)) is not None), None)
+    for part in parts:
+        yield from lengths_of(part)
 
 
 def described(value: Any) -> str:

@@ -50,6 +50,9 @@ class RunFolder:
         self._log: TextIO | None = None
 
     def __enter__(self) -> RunFolder:
+        others = [name for name in (SETTINGS, LOG) if (self.path / name).exists()]
+        if others and not ((self.path / LOCK).exists() or self.checkpoints.exists()):
+            raise ConfigError(f"{self.path} holds {others[0]} of something else: give another --output-dir")
         check_room(self.checkpoints, self.samples)
         with writing(self.path):
             self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)

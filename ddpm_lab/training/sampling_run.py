@@ -125,9 +125,10 @@ def _claim(folder: Path, origin: dict[str, Any]) -> None:
     """Note in the folder where its images come from. Raises ConfigError if it holds others, or cannot be written."""
     path, before = folder / SETTINGS, None
     check_room(folder)
-    if not path.exists():
-        if any(folder.glob("*.png")):
-            raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+    begun = any(folder.glob("*.png"))
+    if begun and not path.exists():
+        raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+    if not begun:
         replace(path, json.dumps(origin, indent=1) + "\n")
     with suppress(ValueError):
         before = parsed(path.read_bytes())

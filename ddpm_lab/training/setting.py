@@ -289,11 +289,12 @@ def usual_device(device: str | None) -> str:
 
 
 def check_ranks(
-    device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
+    device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool | None = None, *, limited: bool = False
 ) -> None:
     """Raise ConfigError without torch, for a GPU that it cannot use, and for more ranks than GPUs, or usable cores.
 
-    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free.
+    With ``oversubscribe`` ranks share them; None where they cannot. ``limited`` cores are those that other processes
+    leave free.
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
@@ -310,9 +311,8 @@ def check_ranks(
     need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
     if device == "cuda":
         need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
-    raise ConfigError(
-        f"{need}: give at most {most}, or --oversubscribe (such records show that it works, and nothing about speed)"
-    )
+    share = ", or --oversubscribe (such records show that it works, and nothing about speed)"
+    raise ConfigError(f"{need}: give at most {most}{'' if oversubscribe is None else share}")
 
 
 def check_cores(name: str, count: int, usable_cores: int, ranks: int = 1) -> None:

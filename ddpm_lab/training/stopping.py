@@ -55,7 +55,8 @@ class Stop:
             self._unraisable(what)
             return
         self._seen = None
-        threading.Timer(0.01, os.kill, (os.getpid(), what.exc_value.number)).start()
+        # Later than the start of a thread takes, which waits in here, where what is raised is dropped too.
+        threading.Timer(0.1, os.kill, (os.getpid(), what.exc_value.number)).start()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGINT and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:

@@ -18,7 +18,7 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DEVICES, LEARNED, TRAINING, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, known, validate
-from ddpm_lab.files import NOT_IN_FILES, configuration, read_settings
+from ddpm_lab.files import NOT_IN_FILES, configuration, expanded, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
@@ -97,6 +97,8 @@ def plan_training(
     """
     place = "the settings" if file is None else str(file)
     values, planned = _given(flags, schedule, file, place)
+    if "data" in values:
+        expanded(values["data"])  # an empty one is no request for synthetic images
     if "device" not in values:
         values["device"] = usual_device(None)
     device, said = values["device"], frozenset(values)
@@ -116,7 +118,10 @@ def plan_training(
     _check_machine(config, place)
     images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
     folder = resolve(config.data or "synthetic", cache, progress=progress, **images)
-    sha256 = read_manifest(folder).content_hash
+    manifest = read_manifest(folder)
+    sha256, memory = manifest.content_hash, min((g.memory_bytes or 0 for g in hardware.gpus()), default=0)
+    if config.loader == "resident" and "loader" not in said and 4 * math.prod(manifest.shape) > memory > 0:
+        config = dataclasses.replace(config, loader="packed")  # a step needs most of the memory
     if config.data_sha256 not in ("", sha256):
         told = f"the images in {config.data} are not those that data_sha256 names"
         raise ConfigError(f"{place}: {told}: give those with --data, or leave it out in a run of its own")
@@ -220,6 +225,8 @@ def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path,
             start = read(path)
             break
         except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # which may pass: the file is as good as it was
+                raise
             progress.done(str(error))
             refused.append(str(error))
     else:
