@@ -32,7 +32,6 @@ MIRROR_SHARE = 0.25
 MIRRORED_BYTES = 512 * 2**20
 """Memory for a copy of a set with its mirrored images, 87,000 of 32x32: to mirror takes longer than all the rest."""
 _UPLOAD_BYTES = 64 * 2**20
-Steps = Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,69 +51,66 @@ class ModelRange:
     """Maps pixels to the range of the network, x / 127.5 - 1: 0 becomes -1 and 255 becomes 1.
 
     Division and subtraction are rounded each for itself, on every kind of device, so that all give the same bits; a
-    number as the divisor would be a product with its inverse on a GPU. Both happen in one pass.
+    number as the divisor would be a product with its inverse on a GPU.
     """
 
     def __init__(self, side: int, channels_last: bool, device: torch.device | str = "cpu") -> None:
-        self._side = side
-        self._channels_last = channels_last
-        self._minus_one = torch.tensor(-1.0, dtype=torch.float32, device=device)
-        # As long as a row: torch has no vectorised division of a tensor by one number within this operation.
-        self._divisor = torch.full((3 * side * side,), 127.5, dtype=torch.float32, device=device)
+        self._side, self._format = side, torch.channels_last if channels_last else torch.contiguous_format
+        self._divisor = torch.tensor(127.5, device=device)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Map pixels, uint8 (n, 3 S S), to float32 (n, 3, S, S) in the memory format given at the start."""
-        count, side = len(pixels), self._side
-        if not self._channels_last:
-            pixels = pixels.view(count, side * side, 3).transpose(1, 2).reshape(count, -1)
-        values = pixels.float()
-        torch.addcdiv(self._minus_one, values, self._divisor, out=values)
-        if self._channels_last:
-            return values.as_strided((count, 3, side, side), (3 * side * side, 1, 3 * side, 3))
-        return values.view(count, 3, side, side)
+        images = pixels.view(-1, self._side, self._side, 3).permute(0, 3, 1, 2)
+        return images.to(torch.float32, memory_format=self._format).div_(self._divisor).sub_(1)
 
 
 class PixelRows:
-    """The images of an array, which may be a map of a file, each as it is or mirrored left to right.
+    """The images ``own`` on a device, each as it is or mirrored; without ``copy`` all images, where they lie.
 
-    Image i of uint8 (N, S, S, 3) is row i, and mirrored it is row i + N, whether or not it is stored there: where both
-    together take more than ``MIRRORED_BYTES`` nothing is copied, and images are mirrored as they are asked for.
+    Of N images the i-th is row i, and mirrored left to right it is row i + N, whether or not it is stored there:
+    without ``mirror`` images are mirrored as they are asked for.
     """
 
-    def __init__(self, images: npt.NDArray[np.uint8]) -> None:
-        self._count, self._side = images.shape[:2]
-        self._rows = np.asarray(images).reshape(self._count, -1)  # of a map only its memory, not its bookkeeping
-        self.width = self._rows.shape[1]
-        self._both = 2 * self._rows.nbytes <= MIRRORED_BYTES
-        if self._both:
-            self._rows = np.concatenate([self._rows, self._rows])
-            for start in range(self._count, 2 * self._count, 1_000):
-                self._rows[start : start + 1_000] = mirrored(self._rows[start : start + 1_000], self._side)
+    def __init__(
+        self, packed: PackedImages, own: npt.NDArray[np.int64], device: torch.device, *, copy: bool, mirror: bool
+    ) -> None:
+        pixels = np.asarray(packed.images).reshape(packed.manifest.count, -1)  # of a map only its memory
+        self.device, self.side, self.width = device, packed.manifest.image_size, pixels.shape[1]
+        own = own if copy else np.arange(len(pixels))
+        self._count, self._both = len(own), mirror
+        self._row_of = np.full(len(pixels), -1)
+        self._row_of[own] = np.arange(len(own))
+        if not copy:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)  # nobody writes to it
+                self._rows = torch.from_numpy(pixels)
+            return
+        self._rows = torch.empty((1 + mirror) * len(own), self.width, dtype=torch.uint8, device=device)
+        step = max(1, _UPLOAD_BYTES // self.width)
+        for start in range(0, len(own), step):
+            part = torch.from_numpy(pixels.take(own[start : start + step], axis=0))
+            self._rows[start : start + len(part)] = part
+            if mirror:
+                self._rows[len(own) + start :][: len(part)] = mirrored(part, self.side)
 
-    def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> torch.Tensor:
         """The rows of the images ``indices``, mirrored where ``flips``. Raises IndexError for no such image."""
-        if indices.min() < 0 or indices.max() >= self._count:
-            raise IndexError(f"image {indices.max()} of {self._count} is asked for: use the plan of this set")
-        rows: npt.NDArray[np.int64] = indices + self._count * flips
-        return rows
+        found = torch.from_numpy(self._row_of[indices] + self._count * flips)
+        # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
+        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
 
-    def gather(self, numbers: npt.NDArray[np.int64], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-        """Copy the rows ``numbers``, (n,), into ``out`` or a new array, (n, 3 S S)."""
+    def gather(self, numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the rows ``numbers``, (n,), into ``out`` or a new tensor, uint8 (n, 3 S S)."""
         if self._both:
-            return self._rows.take(numbers, axis=0, out=out, mode="clip")  # with "raise" numpy would copy twice
-        pixels = self._rows.take(numbers % self._count, axis=0, out=out, mode="clip")
-        where = (numbers >= self._count).nonzero()[0]
-        if len(where):
-            pixels[where] = mirrored(pixels[where], self._side)
-        return pixels
+            return torch.index_select(self._rows, 0, numbers, out=out)
+        pixels = torch.index_select(self._rows, 0, numbers % self._count, out=out)
+        return torch.where((numbers >= self._count)[:, None], mirrored(pixels, self.side), pixels, out=pixels)
 
 
-def mirrored(pixels: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
-    """The images of ``pixels``, a writable uint8 (n, 3 S S), mirrored left to right."""
-    images = torch.from_numpy(pixels).view(len(pixels), side, side, 3).permute(0, 3, 1, 2)
-    # In this layout torch mirrors with vector instructions.
-    rows: npt.NDArray[np.uint8] = images.flip(3).permute(0, 2, 3, 1).reshape(len(pixels), -1).numpy()
-    return rows
+def mirrored(pixels: torch.Tensor, side: int) -> torch.Tensor:
+    """The images of ``pixels``, uint8 (n, 3 S S), mirrored left to right."""
+    images = pixels.view(-1, side, side, 3).permute(0, 3, 1, 2)
+    return images.flip(3).permute(0, 2, 3, 1).flatten(1)  # in this layout torch mirrors with vector instructions
 
 
 class Loader:
@@ -214,12 +210,14 @@ def open_loader(
     image that the array does not hold.
     """
     device = torch.device(device)
-    side = packed.manifest.image_size
+    side, own = packed.manifest.image_size, plan.stream.train_indices
     if kind == "files":
         return _decoded(packed, plan, workers, ModelRange(side, channels_last), pin_memory=device.type == "cuda")
     if kind == "resident":
-        return Loader(kind, _resident(packed, plan, device, ModelRange(side, channels_last, device)))
-    rows = PixelRows(packed.images)
+        rows = _resident(packed, own, device)
+        return Loader(kind, _gathered(plan, rows, ModelRange(side, channels_last, device)))
+    both = 2 * packed.images.nbytes <= MIRRORED_BYTES
+    rows = PixelRows(packed, own, torch.device("cpu"), copy=both, mirror=both)
     if kind == "packed" and device.type == "cuda":
         return Loader(kind, _sent_ahead(plan, rows, device, ModelRange(side, channels_last, device)), 1)
     batches = _gathered(plan, rows, ModelRange(side, channels_last))
@@ -230,15 +228,15 @@ def open_loader(
     return Loader(kind, batches)
 
 
-def _numbered(plan: Plan, rows: PixelRows) -> Steps:
-    """Steps, image indices and the rows that hold these images as they are or mirrored."""
-    blocks = ((step, indices, rows.numbers(indices, flips)) for step, indices, flips in plan.blocks())
-    return itertools.chain.from_iterable(zip(itertools.count(step), *both, strict=False) for step, *both in blocks)
+def _numbered(plan: Plan, rows: PixelRows) -> Iterator[tuple[int, npt.NDArray[np.int64], torch.Tensor]]:
+    """Steps, image indices, and the rows of these images as they are or mirrored."""
+    for step, indices, flips in plan.blocks():
+        yield from zip(itertools.count(step), indices, rows.numbers(indices, flips).unbind(), strict=False)
 
 
 def _gathered(plan: Plan, rows: PixelRows, scale: ModelRange) -> Iterator[Batch]:
     for step, indices, numbers in _numbered(plan, rows):
-        yield Batch(images=scale(torch.from_numpy(rows.gather(numbers))), indices=indices, step=step)
+        yield Batch(images=scale(rows.gather(numbers)), indices=indices, step=step)
 
 
 def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
@@ -250,8 +248,7 @@ def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelR
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     for step, indices, numbers in _numbered(plan, rows):
         # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
-        pixels = torch.empty(len(numbers), rows.width, dtype=torch.uint8, pin_memory=True)
-        rows.gather(numbers, pixels.numpy())
+        pixels = rows.gather(numbers, torch.empty(len(numbers), rows.width, dtype=torch.uint8, pin_memory=True))
         with torch.cuda.stream(stream):
             images = scale(pixels.to(device, non_blocking=True))
             sent = Batch(images=images, indices=indices, step=step), stream.record_event()
@@ -265,44 +262,16 @@ def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelR
         ahead = sent
 
 
-def _resident(packed: PackedImages, plan: Plan, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
-    """Load the training images to the device, once; all that is sent during training are row numbers of many steps."""
-    side, own = packed.manifest.image_size, plan.stream.train_indices
+def _resident(packed: PackedImages, own: npt.NDArray[np.int64], device: torch.device) -> PixelRows:
+    """The training images ``own`` on the device. Raises Unsupported where they do not fit."""
     # The host's file cache counts as free.
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if (size := len(own) * 3 * side**2) > free:
+    if (size := len(own) * 3 * packed.manifest.image_size**2) > free:
         raise Unsupported(
             f"the {len(own):,} training images take {size / 2**20:,.0f} MiB and {device} has {free / 2**20:,.0f} MiB "
             "free; use loader 'packed'"
         )
-    both = 2 * size <= MIRROR_SHARE * free
-    source = np.asarray(packed.images).reshape(packed.manifest.count, -1)
-    rows = torch.empty((1 + both) * len(own), source.shape[1], dtype=torch.uint8, device=device)
-    step = max(1, _UPLOAD_BYTES // source.shape[1])
-    for start in range(0, len(own), step):
-        part = source.take(own[start : start + step], axis=0)
-        rows[start : start + len(part)] = torch.from_numpy(part)
-        if both:
-            rows[len(own) + start :][: len(part)] = torch.from_numpy(mirrored(part, side))
-    row_of = np.full(packed.manifest.count, -1)
-    row_of[own] = np.arange(len(own))
-
-    def batches() -> Iterator[Batch]:
-        for first, indices, flips in plan.blocks():
-            # A mirrored image is row r + N, whether or not it is stored there.
-            numbers = torch.from_numpy(row_of[indices] + len(own) * flips)
-            if device.type == "cuda":
-                # torch does not give the page-locked memory to anybody else before this copy has finished.
-                numbers = numbers.pin_memory().to(device, non_blocking=True)
-            turned = numbers >= len(own)
-            for i, chosen in enumerate((numbers if both else numbers % len(own)).unbind()):
-                pixels = rows.index_select(0, chosen)
-                if not both:
-                    images = pixels.view(-1, side, side, 3)
-                    pixels = torch.where(turned[i, :, None, None, None], images.flip(2), images).flatten(1)
-                yield Batch(images=scale(pixels), indices=indices[i], step=first + i)
-
-    return batches()
+    return PixelRows(packed, own, device, copy=True, mirror=2 * size <= MIRROR_SHARE * free)
 
 
 def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: ModelRange, *, pin_memory: bool) -> Loader:
