@@ -45,7 +45,6 @@ def test_flips_are_fair_and_independent_coins() -> None:
     assert np.abs(flips.mean(axis=1) - 0.5).max() < 0.0125  # five standard deviations
     assert abs(np.corrcoef(flips)[0, 1]) < 0.025
     assert abs(np.corrcoef(flips[0, 1:], flips[0, :-1])[0, 1]) < 0.025
-    assert not EpochStream(np.arange(5), 0, flip=False).flips(0, 100).any()
 
 
 def draw(step: int, start: int, stop: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,23 +37,17 @@ class EpochStream:
     other moment the counts of two images differ by at most one.
     """
 
-    def __init__(self, train_indices: npt.NDArray[np.int64], seed: int, *, flip: bool = True) -> None:
+    def __init__(self, train_indices: npt.NDArray[np.int64], seed: int) -> None:
         self.train_indices = np.asarray(train_indices, dtype=np.int64)
         self.epoch_size = len(self.train_indices)
         self._seed = seed
-        self._flip = flip
         self._flip_key = np.random.SeedSequence([seed, _FLIP]).generate_state(1, np.uint64)[0]
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # Sorting raw 64-bit output: numpy guarantees that stream for ever, and not that of Generator.permutation.
         raw = np.random.PCG64(np.random.SeedSequence([self._seed, _PERMUTATION, epoch])).random_raw(self.epoch_size)
-        # Equals argsort(raw, kind="stable"), in half the time at 50,000: numpy sorts 16-bit numbers by counting.
-        order = np.arange(self.epoch_size)
-        for shift in (0, 16, 32, 48):
-            part = (raw >> np.uint64(shift)).astype(np.uint16)
-            order = order[np.argsort(part[order], kind="stable")]
-        return self.train_indices[order]
+        return self.train_indices[np.argsort(raw, kind="stable")]
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Image indices at the global positions ``start`` to ``stop - 1``."""
@@ -66,8 +60,6 @@ class EpochStream:
 
     def flips(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Whether each position's image is mirrored: the top bit of SplitMix64 (Steele et al. 2014) of the position."""
-        if not self._flip:
-            return np.zeros(stop - start, dtype=bool)
         state = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._flip_key
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Loader, dataset_loader
-from ddpm_lab.diffusion.step import LoaderAlone, Step, adam, adam_seen, allow_tf32, autocast
+from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, allow_tf32, autocast
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 HELD_OUT_SEED = 20_061_968
@@ -58,25 +59,24 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-class OwnFeed:
+class OwnFeed(Feed):
     """A rank's batches of the user's data, and what was consumed of them."""
 
     def __init__(self, config: RunConfig, context: RankContext, made: Training, name: str) -> None:
         self.name, self.images, self.sample = name, 0, "varies"
         self.samples: int | None = None
-        self._indices = hashlib.sha256()
-        self.loader: Loader | Iterator[Any]
+        self.indices = hashlib.sha256()
         data = made.data
         indexed = hasattr(data, "__getitem__") and not isinstance(data, list | tuple | IterableDataset)
         if not indexed or not hasattr(data, "__len__"):
-            self.loader = _endless(data, name, config.rank_batch_size)
+            self.loader = Loader("ready", _endless(data, name, config.rank_batch_size))
             return
         self.samples = len(data)
         if not self.samples:
             raise ValueError(f"{name}: data holds no sample")
         first, again = (described(data[0]) for _ in range(2))
         self.sample = first if first == again else "varies"
-        stream = EpochStream(np.arange(self.samples), config.seed, flip=False)
+        stream = EpochStream(np.arange(self.samples), config.seed)
         share = {"global_batch_size": config.global_batch_size, "rank": context.rank, "world_size": context.world_size}
         plan = Plan(stream=stream, **share)
         self._drawn = plan.draws()
@@ -96,19 +96,15 @@ class OwnFeed:
             raise TypeError(f"{self.name}: a batch is {described(batch)}, without a tensor whose length is its images")
         self.images += count
         if self.samples:
-            self._indices.update(next(self._drawn)[1].tobytes())
+            self.indices.update(next(self._drawn)[1].tobytes())
 
     def witness(self) -> dict[str, Any]:
         seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
-        if isinstance(self.loader, Loader):
+        if self.samples:
             workers, ready = self.loader.live_workers(), self.loader.prefetch_batches
             seen |= {"loader_workers": workers, "prefetch_batches": ready}
-            seen["indices_sha256"] = self._indices.hexdigest()[:16]
+            seen["indices_sha256"] = self.indices.hexdigest()[:16]
         return seen
-
-    def close(self) -> None:
-        if isinstance(self.loader, Loader):
-            self.loader.close()
 
 
 class OwnTraining(Step):
@@ -292,12 +288,11 @@ def described(value: Any) -> str:
 
 def moved(value: Any, device: torch.device, *, channels_last: bool) -> Any:
     """A batch with its tensors on ``device``; images (N, C, H, W) in the memory format asked for."""
-    if isinstance(value, Tensor):
-        there = value.to(device, non_blocking=True)
-        return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
-    if isinstance(value, Mapping):
-        return {name: moved(part, device, channels_last=channels_last) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [moved(part, device, channels_last=channels_last) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value.to(device) if hasattr(value, "to") else value
+
+    def move(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            there = part.to(device, non_blocking=True)
+            return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
+        return part.to(device) if hasattr(part, "to") else part
+
+    return tree_map(move, value)
