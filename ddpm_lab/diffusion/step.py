@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -284,7 +285,7 @@ class Step(Fed, ABC):
         self.config, self.context, self.device = config, context, torch.device(context.device)
         self.network, self.optimizer = network, optimizer
         self.parameters = [p for p in network.parameters() if p.requires_grad]
-        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.model: Any = network
         self.ddp: DistributedDataParallel | None = None
         if context.world_size > 1 and config.exchange.enabled:
@@ -318,7 +319,7 @@ class Step(Fed, ABC):
             self.precision.watch()  # and not before: a held-out loss runs the network in another format
         mark, parts = self.context.mark, self.config.accumulation
         size = self.config.rank_batch_size // parts
-        total: Tensor | None = None
+        losses: list[Tensor] = []
         for i in range(parts):
             # Only the last micro-batch exchanges gradients: they add up locally until then.
             quiet = self.ddp.no_sync() if self.ddp and i < parts - 1 else contextlib.nullcontext()
@@ -326,10 +327,9 @@ class Step(Fed, ABC):
                 loss = self.loss(batch, slice(i * size, (i + 1) * size))
                 loss = loss / parts if parts > 1 else loss
                 mark("backward")
-                scaled = loss if self.scaler is None else self.scaler.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        total = functools.reduce(torch.add, losses)
         if self.config.read_loss:
             total.item()
             self.losses_read += 1
@@ -341,15 +341,11 @@ class Step(Fed, ABC):
 
     def _descend(self) -> None:
         """Clip the gradients, step, and drop them; in fp16 the step is skipped where they overflowed."""
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _forward_once(self) -> None:
@@ -387,5 +383,5 @@ class Step(Fed, ABC):
             seen["read_loss"] = self.losses_read == self.steps
         if self.steps and self.sets_precision and self.precision.layers:
             seen["precision"] = self.precision.seen()
-            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
+            seen["autocast_scaler"] = self.scaler.is_enabled()
         return seen

@@ -70,7 +70,9 @@ class GradientCheck(Trainer):
             what is computed from the gradient is then None); ``worst``, the worst of these over all steps.
         """
         config = self.config
-        exact = self._exact() if self.context.rank == 0 else None
+        alone, exact = replace(self.context, rank=0, world_size=1), None
+        if self.context.rank == 0:
+            exact = Trainer(plain(config), alone, start_step=self.steps)  # of this data, whose step is the plain one
         found = [self._compare(batch, exact) for batch in itertools.islice(self.batches(), steps)]
         if exact is None:
             return None
@@ -82,13 +84,13 @@ class GradientCheck(Trainer):
         """Train one step; what is told of it is of use on rank 0, which has the ``exact`` trainer."""
         plain_loss, plain = self._reference(exact, next(exact.batches())) if exact else (math.nan, {})
         self.gradient = []
-        scale = self.scaler.get_scale() if self.scaler else 1.0
+        scale = self.scaler.get_scale()
         total = self.step(batch).double()
         if self.context.world_size > 1:
             dist.all_reduce(total)
         loss = float(total) / self.context.world_size
         self.compared_images += len(batch.images)
-        skipped = self.scaler is not None and self.scaler.get_scale() < scale
+        skipped = self.scaler.get_scale() < scale
         apart = self._between_ranks()
         gradient, self.gradient = None if skipped else self.gradient, None
         both = math.isfinite(loss) and math.isfinite(plain_loss) and plain_loss
@@ -105,10 +107,6 @@ class GradientCheck(Trainer):
         """What runs; images of compared steps are not among those that the rank was asked to train on."""
         seen = super().witness()
         return {**seen, "images": seen["images"] - self.compared_images}
-
-    def _exact(self) -> Trainer:
-        """A trainer of this data whose step is the plain one."""
-        return Trainer(plain(self.config), replace(self.context, rank=0, world_size=1), start_step=self.steps)
 
     def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients by name of the global ``batch`` at this trainer's weights."""

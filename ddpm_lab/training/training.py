@@ -35,16 +35,12 @@ _SEED, _AT_ONCE = 20_061_968, 64
 _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``sampling.py``
 
 
-def image_generator(seed: int, number: int) -> torch.Generator:
-    """The generator of an image's noise, from its number and the seed alone; on the CPU, whatever device samples."""
-    state = np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]))
-
-
 def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
     """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed and size of ``evaluate.config``."""
     size, device = evaluate.config.image_size, evaluate.device
-    generators = [image_generator(evaluate.config.seed, number) for number in numbers]
+    # The noise of an image comes from its number and the seed alone; on the CPU, whatever device samples.
+    seeds = (np.random.SeedSequence([evaluate.config.seed, _NOISE, number]) for number in numbers)
+    generators = [torch.Generator().manual_seed(int(s.generate_state(1, np.uint64)[0])) for s in seeds]
     unused = torch.Generator(device)
 
     def noise() -> Tensor:
@@ -108,7 +104,7 @@ class Training(Trainer):
             state[index] = {"step": torch.tensor(float(start.adam_steps)), "exp_avg": first, "exp_avg_sq": second}
         if start.adam_steps:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        if self.scaler and start.scaler:
+        if start.scaler:
             self.scaler.load_state_dict(start.scaler)
 
     @torch.no_grad()
@@ -135,7 +131,7 @@ class Training(Trainer):
             averages=named(self.averages),
             first_moments=first,
             second_moments=second,
-            scaler=self.scaler.state_dict() if self.scaler else None,
+            scaler=self.scaler.state_dict() or None,
         )
 
     def save(self, *, path: str) -> str | None:
