@@ -10,7 +10,6 @@ from fresh_processes import context
 from random_networks import inputs, randomise
 from torch import Tensor
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import SAMPLING, DiffusionConfig, RunConfig
 from ddpm_lab.diffusion.network import Inference
 from ddpm_lab.diffusion.sampling import Sampling, sampling
@@ -118,9 +117,3 @@ def test_the_witness_agrees_with_what_ran_and_with_nothing_else() -> None:
         assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)
         # Training does each product of forward three times; here there is forward alone.
         assert seen["flop_per_image"] == other["flop_per_image"] == pytest.approx(both / 3, rel=0.02)
-
-
-def test_settings_of_training_are_refused() -> None:
-    for settings in ({"options": (("steps", 5),)}, {"read_loss": True}):
-        with pytest.raises(ConfigError, match="a step of sampling has"):
-            made(dataclasses.replace(CONFIG, **settings))

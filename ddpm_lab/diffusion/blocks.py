@@ -49,11 +49,6 @@ class UNetConfig:
     def time_width(self) -> int:
         return 4 * self.width
 
-    @property
-    def epsilon(self) -> float:
-        """What group norms add to the variance."""
-        return 1e-5 if self.family == "seed" else 1e-6
-
 
 def zero(layer: nn.Module) -> None:
     """Start ``layer`` at zero, as Ho et al. do with the last layer of each residual branch and of the network."""
@@ -115,7 +110,7 @@ class Norm(nn.GroupNorm):
     """f(norm(x + before) (1 + scale) + shift) + residual, f SiLU or nothing: before (N, C), scale_shift (N, 2 C)."""
 
     def __init__(self, c: UNetConfig, width: int) -> None:
-        super().__init__(c.groups, width, eps=c.epsilon)
+        super().__init__(c.groups, width, eps=1e-5 if c.family == "seed" else 1e-6)
         self.fused = c.fused
 
     def forward(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
@@ -24,7 +23,7 @@ from ddpm_lab.diffusion.step import (
     require,
 )
 from ddpm_lab.diffusion.unet import UNet, build_network
-from ddpm_lab.plan import ATTENTION, FUSED_PARTS
+from ddpm_lab.plan import ATTENTION
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -34,8 +33,7 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")
-    choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
-    choice("options.attention", attention := config.option("attention", ""), ("", *ATTENTION))
+    attention = config.option("attention", "")
     for each in ATTENTION if attention else ():
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
     lab = build_network(config.network, fused=config.kernels == "fused", attention_axis=config.attention_axis)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
 from ddpm_lab.diffusion.network import Inference, configured_network
@@ -138,14 +137,10 @@ class Sampling(Untrained):
     Every step is one of ancestral sampling, the network's evaluation and the update after it. The network is freshly
     built, with the same weights in every implementation: these are also its averaged weights, since it has not been
     trained. Implementation "plain" is the reference network in the reference sampler. Raises Unsupported for what this
-    machine cannot do, and ConfigError for settings of training.
+    machine cannot do.
     """
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        if config.options or config.accumulation != 1 or config.read_loss:
-            raise ConfigError(
-                "a step of sampling has no loss and no options: leave out options, accumulation, read_loss"
-            )
         self.config, self.context = config, context
         self.device = torch.device(context.device)
         size = config.image_size

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion.blocks import UpsampledConv2d
 from ddpm_lab.diffusion.step import AUTOCAST, Untrained, allow_tf32
@@ -142,35 +141,15 @@ def copy(config: RunConfig, context: RankContext) -> Repeated:
 
 
 def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
-    """A step sums ``message_bytes`` of fp32 over all ranks in equal ``buckets``. Raises ConfigError for bad options."""
-    size, count = _options(config)
-    buckets = torch.zeros(size // 4, device=context.device).tensor_split(count)
+    """A step sums the option ``message_bytes`` of fp32 over all ranks."""
+    message = torch.zeros(config.option("message_bytes", 2**20) // 4, device=context.device)
     one = torch.ones(1, device=context.device)
     dist.all_reduce(one)
     names = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
     dist.all_gather(names, torch.tensor([int(host_id(), 16)], device=context.device))
-
-    def once() -> None:
-        for bucket in buckets:  # zeros stay zeros, whatever the number of steps
-            dist.all_reduce(bucket)
-
-    told = {"message_bytes": sum(b.nbytes for b in buckets), "buckets": len(buckets), "summed_over": float(one)}
-    return Repeated(config, context, "all-reduce", once, **told, hosts=len({int(name) for name in names}))
-
-
-def _options(config: RunConfig) -> tuple[int, int]:
-    """Bytes and buckets. Raises ConfigError for what cannot be run."""
-    options = dict(config.options)
-    size, buckets = options.pop("message_bytes", 2**20), options.pop("buckets", 1)
-    if options:
-        raise ConfigError(f"options has {', '.join(options)}: an all-reduce knows message_bytes and buckets")
-    whole("options.message_bytes", size, 4)
-    whole("options.buckets", buckets, 1)
-    if size % 4 or buckets > size // 4:
-        raise ConfigError(
-            f"options.message_bytes is {size} in {buckets} buckets: give a multiple of 4 bytes, at least 4 a bucket"
-        )
-    return size, buckets
+    told = {"message_bytes": message.nbytes, "summed_over": float(one), "hosts": len({int(name) for name in names})}
+    # Zeros stay zeros, whatever the number of steps.
+    return Repeated(config, context, "all-reduce", lambda: dist.all_reduce(message), **told)
 
 
 def pieces(config: RunConfig, context: RankContext) -> Repeated:
