@@ -7,13 +7,14 @@ images are unpacked into ``images/`` inside it.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -257,8 +258,6 @@ class _Job:
 def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> _Job:
     if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
         raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
-    if type(skip_bad) is not bool:
-        raise DataError(f"skip_bad is {skip_bad!r}: give true or false")
     if str(source) == SYNTHETIC:
         kind, path = "synthetic", Path(SYNTHETIC)
     else:
@@ -320,9 +319,9 @@ def _prepared(job: _Job, dest: Path, progress: Progress | None) -> Manifest:
     _clear(dest)
     try:
         root = job.source if job.kind == "folder" else _unpack(job, dest, progress)
-        sources = _Sources(root, files or _listed(root), held_out)
+        sources = [(root, files or _listed(root)), *([(job.held_out, held_out)] if job.held_out else [])]
         manifest = _build(job, dest, mark, sources, progress)
-        if (files and list_images(root) != files) or (job.held_out and list_images(job.held_out) != held_out):
+        if any(list_images(folder) != listed for folder, listed in sources):
             raise DataError(f"the images in {root} changed while they were read; run the command again")
     except BaseException:
         _clear(dest)
@@ -359,17 +358,8 @@ def _unpack(job: _Job, dest: Path, progress: Progress | None) -> Path:
     return dest / UNPACKED / train.relative_to(partial)
 
 
-class _Sources(NamedTuple):
-    """The files of a prepared folder's images: those of ``root`` first, then the user's held-out ones."""
-
-    root: Path
-    files: list[ImageFile]
-    held_out: list[ImageFile]
-
-    def without(self, damaged: Collection[int]) -> Self:
-        files = [file for i, file in enumerate(self.files) if i not in damaged]
-        held_out = [file for i, file in enumerate(self.held_out, len(self.files)) if i not in damaged]
-        return self._replace(files=files, held_out=held_out)
+_Sources = list[tuple[Path, list[ImageFile]]]
+"""Each folder with the files of its images: those to train on first, then the user's held-out ones, if any."""
 
 
 def _decode(
@@ -382,8 +372,7 @@ def _decode(
     """
     skipped: list[str] = []
     while True:
-        paths = [f"{sources.root}/{file.path}" for file in sources.files]
-        paths += [f"{job.held_out}/{file.path}" for file in sources.held_out]
+        paths = [f"{folder}/{file.path}" for folder, files in sources for file in files]
         shape = len(paths), job.image_size, job.image_size, 3
         array: npt.NDArray[np.uint8] = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
         with path.open("r+b") as file:  # a full disk is an error here; met while writing to the map a crash
@@ -395,11 +384,11 @@ def _decode(
             raise DataError(f"{next(iter(damaged.values()))}; remove it, or leave out damaged files with --skip-bad")
         # Once more, without the damaged ones.
         skipped += damaged.values()
-        sources = sources.without(damaged)
-        count = len(sources.files) + len(sources.held_out)
-        if not sources.files or count < 2 or (job.held_out and not sources.held_out):
+        numbers = itertools.count()
+        sources = [(folder, [f for f in files if next(numbers) not in damaged]) for folder, files in sources]
+        if not all(files for _, files in sources) or len(paths) - len(damaged) < 2:
             raise DataError(
-                f"{len(damaged):,} of {len(paths):,} images of {sources.root} are damaged and too few are left; "
+                f"{len(damaged):,} of {len(paths):,} images of {sources[0][0]} are damaged and too few are left; "
                 "check them"
             )
 
@@ -407,18 +396,15 @@ def _decode(
 def _build(job: _Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
     """Decode, split and write a prepared folder. Raises DataError for damaged files."""
     array, sources, skipped = _decode(job, dest / (IMAGES + PARTIAL), sources, progress)
-    held_out_indices, unused_indices = split(array, len(sources.files) if job.held_out else None)
-    root = sources.root if job.kind == "folder" else sources.root.relative_to(dest)
-    parts = [{"root": str(root), "files": sources.files}]
-    if job.held_out:
-        parts.append({"root": str(job.held_out), "files": sources.held_out})
-    count, height, width, channels = array.shape
+    held_out_indices, unused_indices = split(array, len(sources[0][1]) if job.held_out else None)
+    within = {folder: folder.relative_to(dest) if folder.is_relative_to(dest) else folder for folder, _ in sources}
+    parts = [{"root": str(within[folder]), "files": files} for folder, files in sources]
     manifest = Manifest(
         schema=SCHEMA,
         kind=job.kind,
         source=str(job.source),
         held_out_source=str(job.held_out) if job.held_out else None,
-        shape=(count, height, width, channels),
+        shape=(len(array), job.image_size, job.image_size, 3),
         content_hash=content_hash(array, held_out_indices, unused_indices),
         fingerprint=mark,
         decoding=DECODING_RULE,
@@ -476,6 +462,5 @@ def content_hash(images: npt.NDArray[np.uint8], held_out: Sequence[int], unused:
     """SHA-256 over shape, pixels in order, and split."""
     header = json.dumps({"shape": images.shape, "held_out": held_out, "unused": unused})
     digest = hashlib.sha256(header.encode())
-    for start in range(0, len(images), 1_000):
-        digest.update(np.ascontiguousarray(images[start : start + 1_000]).data)
+    digest.update(np.ascontiguousarray(images).data)
     return digest.hexdigest()
