@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.blocks import UNetConfig
 from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, autocast
-from ddpm_lab.diffusion.unet import NETWORKS
+from ddpm_lab.diffusion.unet import NETWORKS, count_flops
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
 
@@ -168,15 +167,5 @@ class Peer(Step):
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
-        own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
-        return {**super().witness(), **own, **self.seen()}
-
-    def _count_flop(self) -> int:
-        """FLOP of forward and backward for one image, counted on the meta device."""
-        size = self.config.image_size
-        with torch.device("meta"):
-            network, images, t = self.unet(), torch.empty(1, 3, size, size), torch.zeros(1, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            output = network(images, t)
-            getattr(output, "sample", output).sum().backward()
-        return int(counter.get_total_flops())
+        _, flop = count_flops(self.unet, image_size=self.config.image_size)
+        return {**super().witness(), "adam": adam_seen(self.optimizer), "flop_per_image": flop, **self.seen()}
