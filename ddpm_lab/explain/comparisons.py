@@ -194,12 +194,11 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Sh
     for r in looks:
         if mine := every & set((r.look or {}).get("sets", ())):
             by_time.setdefault(moment(r.date), set()).update(mine)
-    found: list[Shown] = []
+    found, before = list[Shown](), frozenset[str]()
     for when in sorted(by_time):
-        before = found[-1].sets if found else frozenset()
         if not by_time[when] <= before:
-            found.append(Shown(before | by_time[when], when))
-    before = found[-1].sets if found else frozenset()
+            before |= by_time[when]
+            found.append(Shown(before, when))
     groups = [frozenset(set_id for set_id, _ in c.logs) for c in compared]
     new = before.union(*(sets for sets in groups if not sets & before))
     return found if found and new == before else [*found, Shown(new, math.inf)]
@@ -265,12 +264,14 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     A note disappears once its configuration has been measured, by this run or a later one with more time.
     """
     if len({r.config.image_size for r in records}) > 1:
-        records = [_with_size(r) for r in records]
-    measured = {(r.family, r.run_id) for r in records if r.role in ("baseline", "candidate")}
-    labels = {(r.family, r.config.data_sha256, r.label) for r in records if r.role in ("baseline", "candidate")}
+        sized = ((r, f"{r.config.image_size}x{r.config.image_size} pixels") for r in records)
+        records = [r if size in r.family else replace(r, family=f"{r.family}, {size}") for r, size in sized]
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
+    measured = set[tuple[str, ...]]()
     for r in records:
+        if r.role in ("baseline", "candidate"):
+            measured |= {(r.family, r.run_id), (r.family, r.config.data_sha256, r.label)}
         if r.role == "baseline":
             baselines[r.family][r.baseline_id] = r.config
     for r in records:
@@ -278,7 +279,7 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
         if r.role == "note":
             # A note without a configuration of its own carries the baseline's.
             own, known = r.run_id != r.baseline_id, baselines[r.family]
-            if (own and (r.family, r.run_id) in measured) or (r.family, r.config.data_sha256, r.label) in labels:
+            if (own and (r.family, r.run_id) in measured) or (r.family, r.config.data_sha256, r.label) in measured:
                 continue
             if known and baseline_id not in known:
                 baseline_id = next(reversed(known))
@@ -290,11 +291,6 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
             group = [replace(r, family=f"{family} ({words})") for r in group]  # noqa: PLW2901
         named.append(group)
     return named
-
-
-def _with_size(record: RunRecord) -> RunRecord:
-    size = f"{record.config.image_size}x{record.config.image_size} pixels"
-    return record if size in record.family else replace(record, family=f"{record.family}, {size}")
 
 
 def _differences(mine: RunConfig, other: RunConfig) -> str:
@@ -344,18 +340,12 @@ def _compare(
     rates = [1 / statistics.median(seconds) for r in speed or measured if (seconds := seconds_by_turn(r).values())]
     mine = {r.set_id for r in speed}
     members = [r for held in by_role.values() for set_id, r in held.items() if set_id in mine] + speed
+    named = ("experiment", "family", "baseline_id", "role", "label", "run_id", "config", "code_version")
     return Comparison(
-        experiment=last.experiment,
-        family=last.family,
+        **{name: getattr(last, name) for name in named},
         baseline=(base or last).config,
-        baseline_id=last.baseline_id,
         baseline_label=base.label if base else "the baseline",
-        role=last.role,
-        label=last.label,
         primary=any(r.primary for r in group),
-        run_id=last.run_id,
-        config=last.config,
-        code_version=last.code_version,
         status="ok" if ok else last.status,
         reason=(failed[-1].reason if failed else last.reason) or "",
         failed_sets=len({r.set_id for r in failed}),

@@ -22,8 +22,6 @@ from ddpm_lab.explain.pages import METADATA, spoken_date
 from ddpm_lab.explain.table import Table, code, html, literal, plain
 from ddpm_lab.output import say
 
-__all__ = ["figure", "finding", "more", "table"]
-
 
 def figure(answer: Answer) -> None:
     """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""

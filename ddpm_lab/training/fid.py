@@ -11,7 +11,6 @@ import io
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
 
@@ -34,7 +33,6 @@ WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"
 FEATURES = 2048
 _BATCH, _SEED = 32, 17_060_850
 _SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
-_UNREADABLE = (RuntimeError, UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -91,7 +89,7 @@ def inception_metric(path: Path, sha256: str) -> Any:
         torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         stream: Any = io.BytesIO(content)
         return FrechetInceptionDistance(feature=FEATURES, feature_extractor_weights_path=stream, antialias=False)
-    except _UNREADABLE as error:
+    except Exception as error:  # as many kinds as there are ways to be another file
         raise ConfigError(
             f"{path} does not hold the weights of torch-fidelity's Inception: give its file, {WEIGHTS}"
         ) from error
@@ -123,7 +121,10 @@ class Fid(Untrained):
         if known is None or not self._recall(known):
             self._add(packed.images, np.sort(chosen), real=True)
             if known is not None:
-                self._keep(known)
+                known.parent.mkdir(parents=True, exist_ok=True)
+                content = io.BytesIO()
+                np.savez(content, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
+                replace(known, content.getbuffer())
         self._add(images, np.arange(len(images)), real=False)
         self.context.mark("distance")
         # The eigenvalues are those of a matrix that is not symmetric, for which GPUs have no fast method.
@@ -140,12 +141,6 @@ class Fid(Untrained):
             self.metric.reset()
             return False
         return True
-
-    def _keep(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        np.savez(content, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
-        replace(path, content.getbuffer())
 
     def _add(self, images: Pixels, indices: npt.NDArray[np.int64], *, real: bool) -> None:
         for start in range(0, len(indices), _BATCH):

@@ -78,11 +78,6 @@ class RunFolder:
         for path in checkpoints_in(self.checkpoints)[count:]:
             path.unlink(missing_ok=True)
 
-    def set_aside(self, paths: Sequence[Path]) -> None:
-        """Rename checkpoints that cannot be read, so that they take the place of no good one."""
-        for path in paths:
-            path.replace(path.with_name(f"{path.name}.unreadable"))
-
     def write_settings(self, config: RunConfig, schedule: dict[str, int], why: str = "") -> None:
         """Write what runs, and ``why`` so, into ``config.toml``, which can be given to ``--config``."""
         values = {name: value for name, value in config.as_dict().items() if name not in NOT_IN_FILES}

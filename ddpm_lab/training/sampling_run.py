@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import time
@@ -76,8 +75,6 @@ def sample(
         raise ConfigError(f"count is {count:,}: give at most {MOST_IMAGES:,}, and more with another seed and folder")
     device = usual_device(device)
     nodes = spread(world_size)
-    if world_size % nodes:
-        raise ConfigError(f"world_size is {world_size}: it cannot be shared by {nodes} hosts, give a multiple")
     check_ranks(device, world_size // nodes, len(hardware.gpus()), hardware.usable_cores())
     ranks = {"device": device, "world_size": world_size, "nodes": nodes, "global_batch_size": world_size * batch_size}
     config, origin = _plan(checkpoint, folder, sampling, ranks)
@@ -141,10 +138,9 @@ def _claim(folder: Path, origin: dict[str, Any]) -> None:
 def _is_whole(path: Path, image_size: int) -> bool:
     """Whether an image is there to its last byte: a machine that lost its power leaves files that are cut off."""
     try:
-        content = path.read_bytes()
-        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+        with Image.open(path, formats=("PNG",)) as image:
             image.load()
-            return content.endswith(PNG_END) and image.size == (image_size, image_size)
+            return path.read_bytes().endswith(PNG_END) and image.size == (image_size, image_size)
     except Exception:  # decoders meet damage with OSError, SyntaxError, ValueError, struct.error, ...
         return False
 

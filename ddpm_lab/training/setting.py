@@ -215,10 +215,8 @@ class Setup:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError for more ranks than the machine has devices for."""
-        nodes = self.nodes(ranks)
-        if ranks % nodes:
-            raise ConfigError(f"{ranks} ranks cannot be spread evenly over {nodes} hosts: give a multiple of {nodes}")
-        check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
+        each = ranks // self.nodes(ranks)
+        check_ranks(self.device, each, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
 
     def files(self, loader_workers: int) -> dict[str, Any]:
         """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""

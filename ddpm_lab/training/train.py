@@ -14,7 +14,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, autocast, require
+from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, autocast
 from ddpm_lab.workload import RankContext
 
 PLAIN: dict[str, Any] = {
@@ -40,7 +40,6 @@ class Trainer(Step):
     optimizer: torch.optim.Adam
 
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
-        require(config)
         device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.data = Feed(config, context, start_step=start_step)

@@ -37,8 +37,8 @@ COMPILING_CHUNKS = 3
 DIVERGED = "is no longer finite at step {:,}: try a lower learning rate, or fp32"
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
-LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every", "ema_warmup")
-"""Settings of the optimizer that decide what is learned: a resumed run must have the same."""
+NOT_LEARNED = ("optimizer.adam", "optimizer.ema")
+"""Settings of the optimizer that say how it is computed: a resumed run may have others."""
 USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
 TABLE = "train"
 
@@ -168,8 +168,9 @@ def _check_machine(config: RunConfig, place: str) -> None:
 
 def _differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Settings that decide what is learned and differ, as ``name is A, and was B``."""
-    mine, before, learned = ours.flat, theirs.flat, {*LEARNED, *(f"optimizer.{name}" for name in LEARNED_BY)}
-    names = [n for n in mine if (n in learned or n.startswith("diffusion.")) and mine[n] != before[n]]
+    mine, before = ours.flat, theirs.flat
+    learned = [n for n in mine if n in LEARNED or n.startswith(("diffusion.", "optimizer."))]
+    names = [n for n in learned if n not in NOT_LEARNED and mine[n] != before[n]]
     return [f"{n} is {mine[n]!r}, and was {before[n]!r}" for n in names]
 
 
@@ -204,13 +205,12 @@ def train(
             progress.done(f"goes on after step {step:,} of {schedule.steps:,}, from {path}")
             config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
         run.open_log(step)
-        times = dataclasses.asdict(schedule)
+        times, tracked = dataclasses.asdict(schedule), None
         run.write_settings(config, times, why)
-        how: dict[str, Any] = {"schedule": schedule, "run": run, "stop": stop, "progress": progress, "tracked": None}
         if tracker:
             logging = TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done)
-            how["tracked"] = stack.enter_context(logging)
-        return _Run(config=config, threads=threads, step=step, saved=step, **how).train()
+            tracked = stack.enter_context(logging)
+        return _Run(config, schedule, run, stop, progress, tracked, threads, step=step, saved=step).train()
 
 
 def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path, int] | None:
@@ -238,11 +238,12 @@ def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path,
             f"{run.path} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
             f"--config {run.path / SETTINGS}, and the images as they were; or another --output-dir"
         )
-    run.set_aside(paths[: len(refused)])
+    for unreadable in paths[: len(refused)]:  # it must take the place of no good one
+        unreadable.replace(unreadable.with_name(f"{unreadable.name}.unreadable"))
     return path, start.step
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Run:
     """A run while it trains."""
 
