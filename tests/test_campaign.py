@@ -403,7 +403,6 @@ class Planning:
         self.lab, self.asked, self.lines = lab, list[int | None](), list[str]()
         monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
         monkeypatch.setattr(planning, "free_cores", lambda: 1)
-        monkeypatch.setattr(planning, "sweep", lambda: None)
 
     def planned(self, asked: Experiment = ONE, **target: Any) -> Planned:
         progress = Progress("test", say=self.lines.append)

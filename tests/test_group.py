@@ -251,9 +251,9 @@ def test_a_rank_that_is_frozen_while_it_is_built_is_not_waited_for() -> None:
 
 OWN = """
 import os, signal, sys
-from ddpm_lab.measure.process import GroupFolder
-folder = GroupFolder()
-print(folder.path, flush=True)
+from ddpm_lab.measure.process import private_folder
+folder = private_folder()
+print(folder.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL if sys.argv[1:] else signal.SIGSTOP)
 """
 

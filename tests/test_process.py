@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import runpy
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import alive, wait_for
@@ -20,7 +20,7 @@ from fresh_processes import context, write_marks
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import process
-from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
+from ddpm_lab.measure.process import BEAT, Heartbeat, kill_group
 from ddpm_lab.measure.rank import make_workload
 from ddpm_lab.workload import RankContext
 
@@ -44,25 +44,21 @@ def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     assert seen > 1000
 
 
-def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
-    """Its group too, when the leader is gone."""
+def test_a_group_is_killed_without_its_leader_and_one_that_took_over_its_number_is_not() -> None:
     code = ["sh", "-c", "sleep 60 & echo $!"]
     with subprocess.Popen(code, start_new_session=True, stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None
-        started, member = start_ticks(leader.pid), int(leader.stdout.readline())
+        gone, member = psutil.Process(leader.pid), int(leader.stdout.readline())
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        ticks = start_ticks(process.pid)
-        assert ticks is not None
-        for send in (os.kill, os.killpg):
-            kill(send, process.pid, ticks - 1)
+        other, earlier = psutil.Process(process.pid), psutil.Process(process.pid)
+        earlier._ident = (process.pid, 0.0)  # type: ignore[attr-defined]  # of another start
+        kill_group(earlier)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
-        kill(os.kill, process.pid, ticks)
+        kill_group(other)
         assert process.wait(10) == -signal.SIGKILL
-    assert start_ticks(process.pid) is None
-    kill(os.kill, process.pid, ticks)
     assert alive([member]) == [member]
-    kill(os.killpg, leader.pid, started)
+    kill_group(gone)
     wait_for(lambda: not alive([member]), 10)
 
 

@@ -46,7 +46,7 @@ from ddpm_lab.files import (
     read_settings,
     writing,
 )
-from ddpm_lab.measure.process import GroupFolder
+from ddpm_lab.measure.process import private_folder
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
@@ -209,8 +209,8 @@ def log_study(kind: str, study: Study) -> None:
     shown, last = answer(study), study.records[-1]
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
     key, archives = sha256(sets.encode()).hexdigest()[:32], (study.output_dir / LEDGER).parent / "comet"
-    with GroupFolder() as place:
-        save(shown.figure(), picture := place / f"{study.experiment}.png")
+    with private_folder() as place:
+        save(shown.figure(), picture := Path(place, f"{study.experiment}.png"))
         to = tracking.Tracker(kind, archives, key, name=study.experiment, say=partial(say, error=True))
         base = tracking.settings(next((r.config for r in rows if r.role == "baseline"), last.config))
         own = {f"{r.label}/{k}": v for r in rows for k, v in tracking.settings(r.config).items() if base[k] != v}

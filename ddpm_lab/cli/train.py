@@ -14,7 +14,6 @@ from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
-from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.output import say
 from ddpm_lab.questions.probe import fastest
@@ -76,7 +75,6 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         **given(options, "held_out", "skip_bad"),
     )
     _tell_of_idle(config.device, config.world_size, progress)
-    sweep()
     chosen = config.device == "cpu" and not config.threads
     threads = config.rank_threads(cluster.training_cores() if chosen else hardware.usable_cores())
     how: dict[str, Any] = {"threads": threads, "folder": folder, "progress": progress}
@@ -106,7 +104,6 @@ def sample(options: argparse.Namespace) -> int:
     sampling = sampling_run.Sampling(**given(options, *SAMPLING))
     world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
     _tell_of_idle(options.device, world_size, progress)
-    sweep()
     how: dict[str, Any] = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
     if options.grid:
@@ -119,12 +116,11 @@ def sample(options: argparse.Namespace) -> int:
 
 def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
     """Say what of a job, or of this host's GPUs, has nothing to do: who started it all may think that it works."""
-    sentence = cluster.idle(ranks)
-    gpus = 0 if device == "cpu" or cluster.current() else len(hardware.gpus())
-    if not sentence and 0 < ranks < gpus:
-        sentence = f"{ranks} of {gpus} GPUs used: --world-size {gpus} takes all"
-    if sentence:
-        progress.done(sentence)
+    job = cluster.current()
+    count = sum(map(len, job.hosts)) if job else 0 if device == "cpu" else len(hardware.gpus())
+    if 0 < ranks < count:
+        of_job = f"{count - ranks} of the job's {count} processes stay idle"
+        progress.done(of_job if job else f"{ranks} of {count} GPUs used: --world-size {count} takes all")
 
 
 def rank(options: argparse.Namespace) -> int:
@@ -142,9 +138,7 @@ def rank(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "prepare": Command(
-        prepare,
-        "prepare path/to/images data/photos --image-size 64",
-        "source dest held-out skip-bad image_size json",
+        prepare, "prepare path/to/images data/photos --image-size 64", "source dest held-out skip-bad image_size json"
     ),
     "train": Command(
         train,
@@ -157,9 +151,7 @@ COMMANDS = {
         sample,
         f"sample {EXAMPLE} --count 64 --grid",
         "checkpoint count output-dir grid batch-size world_size device",
-        {
-            "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
-        },
+        {"output-dir": "folder of the images (default: named after the checkpoint, beside it)"},
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),
     ),
     "rank": Command(

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -32,18 +31,7 @@ from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.others import Watch, fair_cores, free_cores
-from ddpm_lab.measure.process import (
-    LEFT,
-    Ending,
-    GroupFolder,
-    Life,
-    LocalRank,
-    RankJob,
-    Store,
-    host_id,
-    join_store,
-    sweep,
-)
+from ddpm_lab.measure.process import LEFT, Ending, Life, LocalRank, RankJob, Store, host_id, join_store, private_folder
 
 OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
 """How the names of variables begin that may differ between hosts: they name cards and networks."""
@@ -199,10 +187,6 @@ class Cluster(NamedTuple):
             )
         return [place for places in self.hosts[: config.nodes] for place in places[: config.node_size]]
 
-    def new_store(self) -> Store:
-        """A part of the store that no other group has."""
-        return self.store._replace(prefix=f"{self.store.prefix}/{secrets.token_hex(8)}")
-
 
 _current: Cluster | None = None
 
@@ -229,11 +213,6 @@ def leading(process: Process) -> Iterator[Cluster]:
         for channel in channels.values():
             channel.send(do="end")
             channel.close()
-
-
-def relatives() -> tuple[int, ...]:
-    """The other processes of the job on this host: torchrun has started them all."""
-    return tuple(child.pid for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid())
 
 
 def join(process: Process, **differing: str) -> Any:
@@ -271,16 +250,11 @@ def _joined(process: Process) -> list[dict[str, Any]]:
     return found
 
 
-def fewest_hosts(ranks: int, hosts: int, places: int) -> int:
-    """The fewest hosts, of ``hosts``, that have room for so many ranks, ``places`` on each (0: no limit)."""
-    return min(hosts, -(-ranks // places)) if places else 1
-
-
 def spread(ranks: object) -> int:
-    """Over how many of the hosts that this process leads so many ranks are spread; what is no number has no say."""
+    """How few of the hosts that this process leads have room for so many ranks; what is no number has no say."""
     if _current is None or not isinstance(ranks, int) or ranks < 1:
         return 1
-    return fewest_hosts(ranks, len(_current.hosts), _current.node_size)
+    return min(len(_current.hosts), -(-ranks // _current.node_size))
 
 
 def usual_ranks(nodes: object = None) -> int:
@@ -289,12 +263,6 @@ def usual_ranks(nodes: object = None) -> int:
         return 1
     hosts = len(_current.hosts)
     return _current.node_size * (min(hosts, nodes) if isinstance(nodes, int) and nodes > 0 else hosts)
-
-
-def idle(ranks: int) -> str:
-    """What to say of a job's processes that hold no rank; empty where all do."""
-    count = sum(map(len, _current.hosts)) if _current else 0
-    return f"{count - ranks} of the job's {count} processes stay idle" if count > ranks else ""
 
 
 def training_cores() -> int:
@@ -344,7 +312,7 @@ class RemoteRank:
                 return str(message["said"])
         if self._ending is None and self.channel.silent_beats >= LOST_BEATS:
             how = f"was lost: its process has not answered for {LOST_BEATS * BEAT_SECONDS:.0f} s"
-            self._ending = Ending("crashed", how, "", False, time.monotonic())
+            self._ending = Ending("crashed", how, "", time.monotonic(), reported=False)
         return LEFT if self._ending else None
 
     def life(self) -> Life:
@@ -382,14 +350,13 @@ def serve(process: Process) -> int:
     resource_tracker.ensure_running()  # it would let SIGTERM through again
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sweep()
     channel = Channel(process, f"to {process.rank}", f"from {process.rank}")
     join(process)
     held: dict[str, _Held] = {}
     try:
         while channel.silent_beats < 4 * LOST_BEATS:
             working = [one for one in held.values() if one.at_work]
-            connection.wait([channel.ear, *(ear for one in working for ear in one.rank.ears)], BEAT_SECONDS)
+            connection.wait([channel.ear, *(ear for one in working for ear in one.ears)], BEAT_SECONDS)
             for one in working:
                 channel.send(group=one.group, **one.news())
             while message := channel.receive():
@@ -411,8 +378,8 @@ def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel, *, 
     if do == "start":
         try:
             held[group] = _Held(group, message["job"], watches=watches)
-        except (ConfigError, OSError) as error:
-            ending = Ending("crashed", str(error), "", True, 0.0)
+        except (ConfigError, OSError, psutil.NoSuchProcess) as error:
+            ending = Ending("crashed", str(error), "", 0.0)
             channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
     elif group not in held:
         return
@@ -421,10 +388,10 @@ def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel, *, 
     elif do == "tell":
         held[group].tell(message["command"], message["arguments"])
     elif do == "stack":
-        channel.send(group=group, life=held[group].rank.life(), log=held[group].rank.stack())
+        channel.send(group=group, life=held[group].life(), log=held[group].stack())
 
 
-class _Held:
+class _Held(LocalRank):
     """The rank of one group, in the process that holds it."""
 
     def __init__(self, group: str, job: dict[str, Any], *, watches: bool) -> None:
@@ -437,39 +404,35 @@ class _Held:
         self.group, self.at_work = group, True
         self._watches = watches
         self._watch: Watch | None = None
-        self._folder = GroupFolder()
-        changed = {"config": config, "store": Store(*job["store"]), "folder": self._folder.path}
-        try:
-            self.rank = LocalRank(RankJob(**{**job, **changed}))
-        except BaseException:
-            self._folder.remove()
-            raise
+        self._private = private_folder()
+        changed = {"config": config, "store": Store(*job["store"]), "folder": Path(self._private.name)}
+        super().__init__(RankJob(**{**job, **changed}))
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Pass a command on to the rank, and watch the host during a window."""
         self.at_work = True
         if command == "window" and self._watches:
-            self._watch = Watch({}, relatives()).__enter__()
-        self.rank.tell(command, arguments)
+            self._watch = Watch({}).__enter__()
+        super().tell(command, arguments)
 
     def news(self) -> dict[str, Any]:
         """What the rank says, or at least that it lives."""
-        said, life = self.rank.hear(), self.rank.life()
+        said, life = self.hear(), self.life()
         if said is None:
             return {"life": life}
         self.at_work = False
         if said == LEFT:
             now = time.monotonic()
-            ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
+            ending = self.ending() or Ending("crashed", "left without a word", self.log(), now, reported=False)
             return {"life": life, "ending": ending._replace(time=now - ending.time)}
         watched: dict[str, float | None] = {}
         if self._watch:
             self._watch.__exit__()
             watched = {name: getattr(self._watch, name) for name in ("others_cores", "stolen_seconds")}
             self._watch = None
-        return {"life": life, "said": said, "report": self.rank.report, "watched": watched}
+        return {"life": life, "said": said, "report": self.report, "watched": watched}
 
     def end(self) -> None:
-        self.rank.kill()
-        self.rank.close()
-        self._folder.remove()
+        self.kill()
+        self.close()
+        self._private.cleanup()

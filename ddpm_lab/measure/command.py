@@ -24,14 +24,13 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Awake, GroupFailed, Limits
-from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, GroupFolder, end_guarded, guarded, host_id, temporary
+from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = ("torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "srun")
 """What starts several ranks, and says by itself how many threads each has."""
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
-VARIABLE = "DDPM_LAB_TURNS"
 LAST_LINES, LAST_CHARACTERS = 3, 400
 SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
@@ -40,27 +39,25 @@ EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks 
 class _Peer:
     """A process in which an optimizer steps."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: connection.Connection) -> None:
         self.link = link
         self.answers: list[dict[str, Any]] = []
         self.steps = 1
-        self._rest = b""
         self.heard = time.monotonic()
 
     def read(self) -> bool:
-        """Take in what was said; False at its end."""
+        """Take in what was said, which may be nothing but a sign of life; False at its end."""
         try:
-            data = self.link.recv(1 << 20)
-        except OSError:
+            said = parsed(self.link.recv_bytes())
+        except (EOFError, OSError):
             return False
         self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.answers += [said for line in lines if (said := parsed(line))]
-        return bool(data)
+        self.answers += [said] if said else []
+        return True
 
     def tell(self, **command: Any) -> None:
         with contextlib.suppress(OSError):
-            self.link.sendall(json.dumps(command).encode() + b"\n")
+            self.link.send_bytes(json.dumps(command).encode())
 
 
 class CommandGroup:
@@ -80,22 +77,23 @@ class CommandGroup:
         tree: Tree | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.command, self.limits, self.progress, self.log = config.command, limits, progress, log
+        self.limits, self.progress, self.log = limits, progress, log
         begun = time.monotonic()
         self._peers: list[_Peer] = []
         self._strangers: list[_Peer] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = GroupFolder()
+        self._private = private_folder()
+        self.folder = Path(self._private.name)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            shutil.copyfile(HOOK, self._folder.path / "sitecustomize.py")
-            self._listener.bind(str(self._folder.path / "turns"))
+            shutil.copyfile(HOOK, self.folder / "sitecustomize.py")
+            self._listener.bind(str(self.folder / "turns"))
             self._listener.listen(256)
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 self._printed_before = output.tell()
                 folder, environment = tree.folders[0] if tree else None, self._environment(config, threads)
-                self._process = guarded(["sh", "-c", self.command], output, cwd=folder, env=environment)
+                self._process = guarded(["sh", "-c", config.command], output, cwd=folder, env=environment)
             self._gather()
         except BaseException:
             self.kill()
@@ -103,12 +101,12 @@ class CommandGroup:
         self.start_seconds = self.build_seconds = time.monotonic() - begun
 
     def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
-        before = os.environ.get("PYTHONPATH")
-        found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._folder.path), *([before] if before else [])])}
-        found |= {VARIABLE: str(self._folder.path), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
+        path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        found |= {"DDPM_LAB_TURNS": str(self.folder), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
         if config.option("as_is", False):
             return found
-        found |= temporary(self._folder.path)
+        found |= temporary(self.folder)
         if not any(name in config.command for name in LAUNCHERS):
             found["OMP_NUM_THREADS"] = str(threads)
         return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
@@ -121,7 +119,7 @@ class CommandGroup:
         while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
             ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
             if self._listener in ready:
-                self._strangers.append(_Peer(self._listener.accept()[0]))
+                self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
             for peer in [p for p in self._strangers if p.link in ready]:
                 if not peer.read():
                     self._strangers.remove(peer)
@@ -130,7 +128,7 @@ class CommandGroup:
                     self._strangers.remove(peer)
                     said = peer.answers.pop()
                     peers[said["rank"]], greetings[said["rank"]] = peer, said
-            if not ready and self._ended():
+            if not ready and self._process and self._process.poll() is not None:
                 self._fail("before a step of a torch optimizer")
             if awake.seconds() > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch"
@@ -154,17 +152,10 @@ class CommandGroup:
         ends = zip(*([r["start"] + end for end in r["step_ends"]] for r in reports), strict=True)
         skipped = max(report["skipped"] for report in reports)
         memory = {kind: max(r["memory"][kind] for r in reports) for kind in reports[0]["memory"]}
-        return [
-            {
-                **{"host": host_id(), "start": start, "end": max(report["end"] for report in reports)},
-                **{"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps},
-                **{
-                    "data_seconds": 0.0,
-                    "memory": memory,
-                    "state": {"skipped_steps": float(skipped)} if skipped else {},
-                },
-            }
-        ]
+        told: dict[str, Any] = {"host": host_id(), "start": start, "end": max(report["end"] for report in reports)}
+        told |= {"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps}
+        told |= {"state": {"skipped_steps": float(skipped)} if skipped else {}}
+        return [{**told, "data_seconds": 0.0, "memory": memory}]
 
     def witness(self) -> list[dict[str, Any]]:
         """What the first rank says of itself; ``files`` then has those of its modules that are in no library."""
@@ -203,10 +194,6 @@ class CommandGroup:
                 self.progress(f"{stage}, {now - begun:.0f} s")
         return [peer.answers.pop(0) for peer in self._peers]
 
-    def _ended(self) -> bool:
-        assert self._process is not None
-        return self._process.poll() is not None
-
     def _fail(self, where: str, *, steps: bool = False) -> None:
         """Say how the command ended. Raises GroupFailed."""
         assert self._process is not None
@@ -240,4 +227,4 @@ class CommandGroup:
         for peer in (*self._peers, *self._strangers):
             peer.link.close()
         self._listener.close()
-        self._folder.remove()
+        self._private.cleanup()

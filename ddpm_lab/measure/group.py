@@ -15,10 +15,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, is_library
-from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
+from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
 
 FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
 
@@ -72,7 +74,7 @@ class Awake:
         return now - self._since
 
 
-class Group:
+class Group(AbstractContextManager["Group"]):
     """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``."""
 
     def __init__(
@@ -92,8 +94,8 @@ class Group:
         self.progress = progress
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
-        self._folder = GroupFolder()
-        self.folder = self._folder.path
+        self._private = private_folder()
+        self.folder = Path(self._private.name)
         try:
             with starting():
                 how: dict[str, Any] = {"modules": modules or {}, "environment": dict(environment or {}), "tree": tree}
@@ -102,7 +104,7 @@ class Group:
             built = self._reports(self.limits.build_seconds, "building")
         except BaseException as error:
             self.kill()
-            if isinstance(error, (EOFError, ConnectionError)):
+            if isinstance(error, (EOFError, ConnectionError, psutil.NoSuchProcess)):
                 raise GroupFailed("crashed", "the process that starts the ranks ended while starting one") from error
             raise
         self.start_seconds = time.monotonic() - begun
@@ -114,15 +116,12 @@ class Group:
         cluster = current()
         places = cluster.places(self.config) if cluster else [Place(i, "", None) for i in range(self.config.world_size)]
         if cluster and len(places) > 1:
-            job["store"] = cluster.new_store()
+            job["store"] = cluster.store._replace(prefix=f"{cluster.store.prefix}/{self.folder.name}")
         else:
             job["environment"] = {"GLOO_SOCKET_IFNAME": "lo", **job["environment"]}
         for rank, place in enumerate(places):
             mine = RankJob(**job, rank=rank, device_index=place.device_index)
             self._ranks.append(RemoteRank(mine, place.host, place.channel) if place.channel else LocalRank(mine))
-
-    def __enter__(self) -> Group:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -186,7 +185,7 @@ class Group:
         for rank in self._ranks:
             rank.close()
         self._ranks = []
-        self._folder.remove()
+        self._private.cleanup()
 
     def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
         """Give every rank a command, and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""

@@ -13,7 +13,6 @@ import gc
 import importlib.machinery
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -37,7 +36,6 @@ class Turns:
         self.first: Any = None
         self.autocast: set[str] = set()
         self.devices: list[int] = []  # GPUs
-        self.lines: Any = None
         self.link: Any = None
 
     def after(self, optimizer: Any, *_: Any) -> None:
@@ -86,14 +84,14 @@ class Turns:
         return [p for group in self.taken.param_groups for p in group["params"]]
 
     def _greet(self) -> None:
+        from multiprocessing.connection import Client  # noqa: PLC0415 - it takes long, and torch has done so by now
+
         self._find_devices()
         self._synchronize()
-        self.link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.link.connect(str(Path(FOLDER, "turns")))
+            self.link = Client(str(Path(FOLDER, "turns")))
         except OSError:  # nobody is there any more
             os._exit(1)
-        self.lines = self.link.makefile()
         rank, world_size = self._place()
         self._say({"pid": os.getpid(), "rank": rank, "world_size": world_size})
 
@@ -107,10 +105,10 @@ class Turns:
         """Sleep until there are steps to make."""
         sys.stdout.flush()  # for this process may be killed in its sleep
         while True:
-            line = self.lines.readline()
-            if not line:  # whoever measured is gone
+            try:
+                told = json.loads(self.link.recv_bytes())
+            except (EOFError, OSError):  # whoever measured is gone
                 os._exit(1)
-            told = json.loads(line)
             if told["command"] == "window":
                 break
             self._say(getattr(self, told["command"])())
@@ -149,6 +147,8 @@ class Turns:
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
         versions = {name: getattr(module, "__version__", None) or listed_version(name) for name, module in installed}
+        kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+        loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []  # which may have batches ready
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
@@ -165,7 +165,7 @@ class Turns:
             "python": ".".join(map(str, sys.version_info[:3])),
             "cuda": torch.version.cuda if self.devices else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
-            "prefetch_batches": self._prefetched(),
+            "prefetch_batches": sum(loader._num_workers * loader._prefetch_factor for loader in loaders),
             "files": self._files(versions),
         }
 
@@ -179,19 +179,11 @@ class Turns:
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
             top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
+            library = "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
             # What torch.compile has written belongs to the libraries, as what is named after them.
-            counts = top in own or not (top in installed or self._of_library(file))
+            counts = top in own or not (top in installed or library)
             files |= {file} if counts and file[:1] == "/" and file[-3:] == ".py" else set()
         return sorted(files)
-
-    def _of_library(self, file: str) -> bool:
-        return "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
-
-    def _prefetched(self) -> int:
-        """Batches that worker processes may have ready."""
-        kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
-        loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []
-        return sum(loader._num_workers * loader._prefetch_factor for loader in loaders)
 
     def finish(self) -> dict[str, Any]:
         """The most memory this process has held; it is ended after this."""
@@ -204,15 +196,15 @@ class Turns:
     def _say(self, said: dict[str, Any]) -> None:
         self.told = time.perf_counter()
         try:
-            self.link.sendall(json.dumps(said).encode() + b"\n")
+            self.link.send_bytes(json.dumps(said).encode())
         except OSError:
             os._exit(1)
 
 
-def resident_bytes(kind: str) -> int:
-    """Memory of this process by its name in the kernel's table."""
+def resident_bytes(kind: str) -> Any:
+    """Memory of this process by its name in the kernel's table; None where a sandbox does not list it."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(sizes[kind].split()[0])
+    return 1024 * int(sizes[kind].split()[0]) if kind in sizes else None
 
 
 def listed_version(module: str) -> Any:

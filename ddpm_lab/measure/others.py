@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from statistics import fmean
@@ -36,17 +36,8 @@ _LOOK_SECONDS = 1.0
 _holding: list[socket.socket] = []
 
 
-class CpuUse(NamedTuple):
-    """What was used of these cores between two readings: CPU seconds, and cores by others; None is unknown."""
-
-    seconds: float
-    busy: float | None
-    stolen: float | None
-    others_cores: float | None
-
-
 class CpuClock(NamedTuple):
-    """CPU seconds used so far: by this process's own, and on its cores by anybody and the hypervisor.
+    """CPU seconds used so far, or between two readings: by this process's own, by anybody on its cores, and stolen.
 
     None is unknown, as in containers that number their own. Nor is it known what others take under a cgroup's limit.
     """
@@ -58,20 +49,23 @@ class CpuClock(NamedTuple):
     limited: bool = False
 
     @classmethod
-    def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
-        """Read now. One's own are this process and ``relatives``, of the same job, with all their descendants."""
-        own = tree_seconds((os.getpid(), *relatives))
+    def read(cls) -> CpuClock:
+        """Read now. One's own are this process and those that torchrun has started beside it, with all below them."""
+        in_job = "TORCHELASTIC_RUN_ID" in os.environ
+        own = tree_seconds(p.pid for p in (psutil.Process(os.getppid()).children() if in_job else [psutil.Process()]))
         busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
         return cls(time.monotonic(), own, busy, stolen, cgroup_cores() is not None)
 
-    def until(self, later: CpuClock) -> CpuUse:
-        """What was used from this reading to a later one."""
-        seconds = later.moment - self.moment
-        others: float | None = None
+    def until(self, later: CpuClock) -> CpuClock:
+        """What was used from this reading to a later one; its ``moment`` is how many seconds that took."""
         busy, stolen = difference(self.busy, later.busy), difference(self.stolen, later.stolen)
-        if busy is not None and not self.limited and not later.limited:
-            others = max(0.0, (busy - (later.own - self.own)) / seconds)
-        return CpuUse(seconds, busy, stolen, others)
+        known = later._replace(busy=busy, stolen=stolen, limited=self.limited or later.limited)
+        return known._replace(moment=later.moment - self.moment, own=later.own - self.own)
+
+    @property
+    def others_cores(self) -> float | None:
+        """Between two readings: how many cores others kept busy."""
+        return None if self.busy is None or self.limited else max(0.0, (self.busy - self.own) / self.moment)
 
 
 def tree_seconds(pids: Iterable[int]) -> float:
@@ -248,6 +242,7 @@ _SAMPLED: dict[str, Fold] = {
     "gpu_memory_clock_mhz": fmean,
     "gpu_temperature_celsius": max,
     "gpu_throttle_reasons": lambda values: float(reduce(operator.or_, map(int, values))),  # NVML's bits
+    "gpu_power_watts": fmean,
 }
 """How the samples of a GPU become one value, and those of a group's GPUs."""
 _OTHERS: dict[str, Fold] = {
@@ -266,20 +261,19 @@ class Watch:
     ``others_cores`` is how many cores other processes kept busy meanwhile, ``stolen_seconds`` what the hypervisor took.
     ``state`` holds ``watched_seconds`` (settle steps included), ``cpu_utilisation_percent`` of the cores this process
     may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and what ``_OF_GROUP`` names. None is
-    unknown. ``gpus`` are the rank's process id by UUID; ``relatives`` other processes of this job on this host.
+    unknown. ``gpus`` are the rank's process id by UUID.
     """
 
-    def __init__(self, gpus: Mapping[str, int], relatives: Sequence[int] = ()) -> None:
+    def __init__(self, gpus: Mapping[str, int]) -> None:
         self.others_cores: float | None = None
         self.stolen_seconds: float | None = None
         self.state: State = {}
         self._gpus = [_Gpu(uuid, pid) for uuid, pid in gpus.items()]
-        self._relatives = relatives
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._sample, name="ddpm_lab machine state", daemon=True)
 
     def __enter__(self) -> Watch:
-        self._throttled, self._clock = cgroup_throttled_seconds(), CpuClock.read(self._relatives)
+        self._throttled, self._clock = cgroup_throttled_seconds(), CpuClock.read()
         for gpu in self._gpus:
             gpu.begin()
         if any(gpu.known for gpu in self._gpus):
@@ -290,16 +284,17 @@ class Watch:
         self._stop.set()
         for gpu in self._gpus:
             gpu.end()
-        use = self._clock.until(CpuClock.read(self._relatives))
+        use = self._clock.until(CpuClock.read())
         if self._sampler.ident is not None:
             self._sampler.join()
         self.others_cores, self.stolen_seconds = use.others_cores, use.stolen
-        share, memory = None, psutil.virtual_memory()
-        if use.busy is not None:
-            share = min(100.0, 100 * use.busy / use.seconds / len(os.sched_getaffinity(0)))
-        throttled = difference(self._throttled, cgroup_throttled_seconds())
-        state: State = {"watched_seconds": use.seconds, "cpu_utilisation_percent": share}
-        state |= {"ram_used_bytes": memory.total - memory.available, "cgroup_throttled_seconds": throttled}
+        memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
+        state: State = {
+            "watched_seconds": use.moment,
+            "cpu_utilisation_percent": None if use.busy is None else min(100.0, 100 * use.busy / use.moment / cores),
+            "ram_used_bytes": memory.total - memory.available,
+            "cgroup_throttled_seconds": difference(self._throttled, cgroup_throttled_seconds()),
+        }
         if self._gpus:
             own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
             found = [gpu.state(own) for gpu in self._gpus]
@@ -374,13 +369,11 @@ class _Gpu:
 
     def state(self, own: set[int]) -> State:
         """What was found of this GPU; ``own`` are process ids that are no others."""
-        folds = _SAMPLED | {"gpu_power_watts": fmean}
-        known = {name: [v for sample in self._samples if (v := sample[name]) is not None] for name in folds}
-        state: State = {name: fold(known[name]) if known[name] else None for name, fold in folds.items()}
+        known = {name: [v for sample in self._samples if (v := sample[name]) is not None] for name in _SAMPLED}
+        state: State = {name: fold(known[name]) if known[name] else None for name, fold in _SAMPLED.items()}
         joules = None if self._energy is None else self._energy / 1e3
-        if joules is not None:
-            state["gpu_power_watts"] = joules / self._seconds
-        return state | {"gpu_energy_joules": joules} | self._others(own)
+        state |= {"gpu_energy_joules": joules} | ({} if joules is None else {"gpu_power_watts": joules / self._seconds})
+        return state | self._others(own)
 
     def _others(self, own: set[int]) -> State:
         """What processes that are not one's ``own`` had of the GPU."""

@@ -27,13 +27,13 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -52,7 +52,6 @@ the cores. It must be in the environment before torch is imported, and it is the
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
-PF_EXITING = 4
 WORKER_TOLD_SECONDS = 0.5  # in which the signal of a loader worker's death comes after what broke by it
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
@@ -181,7 +180,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here once more
         error = _error(failure)
         with contextlib.suppress(OSError):
-            say(job, commands, {"error": error})
+            commands.send_bytes(json.dumps({"error": error}).encode())
     _flush()
     # The interpreter holds nothing that is worth an orderly exit, and a library's exit handler must not keep a group
     # alive.
@@ -192,19 +191,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # as of a disk that is full
             stream.flush()
-
-
-def say(job: RankJob, commands: Connection, said: dict[str, Any]) -> None:
-    """Send the parent what a rank says; what is long goes by a file of the group's folder.
-
-    Else a rank that is stopped in the middle would hold up the parent. On a full disk it goes by the pipe all the same.
-    """
-    data = json.dumps(said).encode()
-    if len(data) > SHORT_BYTES:
-        with contextlib.suppress(OSError):
-            (job.folder / f"rank{job.rank}.said").write_bytes(data)
-            data = b"{}"
-    commands.send_bytes(data)
 
 
 def _die_with_parent(lifeline: Connection) -> None:
@@ -246,31 +232,19 @@ def host_id() -> str:
     return digest([str(Path("/proc/self/ns/net").readlink()), _boot_id()])
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields 3 and on of a process's stat; the name before them is in parentheses and may hold anything."""
-    with contextlib.suppress(OSError):
-        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
+def _status(process: psutil.Process) -> str:
+    """What a process is at, as psutil names it; "dead" where it has ended, also if another has its number by now."""
+    with contextlib.suppress(psutil.Error):
+        if process.is_running():
+            return str(process.status())
+    return psutil.STATUS_DEAD
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process runs; one that is ending, which may take a moment, does not."""
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did: with its number it names one process for good."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
-def kill(send: Callable[[int, int], None], pid: int, started: int | None, number: int = signal.SIGKILL) -> None:
-    """Signal a process or its group (``send``), unless its pid, which a living group keeps, has passed on."""
-    now = start_ticks(pid)
-    if now is None or now == started:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(pid, number)
+def kill_group(leader: psutil.Process) -> None:
+    """Kill a process group, which keeps its leader's number, unless that has passed on to another process."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if leader.is_running() or not psutil.pid_exists(leader.pid):
+            os.killpg(leader.pid, signal.SIGKILL)
 
 
 OWNER = "owner"  # file in a private folder that this process holds locked while it lives
@@ -309,20 +283,10 @@ def home() -> Path:
     return _home[0]
 
 
-class GroupFolder:
-    """A private folder, as for a group while it lives."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="", dir=home()))
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a private folder, as for a group while it lives; what killed processes have left is removed."""
+    sweep()
+    return tempfile.TemporaryDirectory(prefix="", dir=home(), ignore_cleanup_errors=True)
 
 
 def sweep() -> None:
@@ -374,7 +338,6 @@ MODULES = (
 """What the fork server imports once (``preload.py``). It must start no thread and touch no device."""
 
 DONE, LEFT = "done", "left"  # what is heard of a rank: it has done what it was told, or it will say no more
-SHORT_BYTES = 16_000  # of a message that a pipe takes at once
 LOG_CHARACTERS = 4000
 
 
@@ -384,14 +347,15 @@ class Ending(NamedTuple):
     status: str
     message: str
     detail: str
-    reported: bool
     time: float
+    reported: bool = True
 
 
 _server: Any = forkserver.ForkServer()
 """The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
 _ranks: set[int] = set()  # of groups that live
-_lost: set[int] = set()  # servers that were killed, and told of
+_lost: set[psutil.Process] = set()  # servers that were killed, and told of
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def end_all() -> None:
@@ -440,7 +404,6 @@ class LocalRank:
 
     host = ""
     unheard = False
-    _told: ClassVar[LocalRank | None] = None  # the latest
 
     def __init__(self, job: RankJob) -> None:
         self.job = job
@@ -451,19 +414,17 @@ class LocalRank:
         self._beat = Heartbeat(self._file("beat"))
         self._pipe, theirs = context.Pipe()
         end, self._lifeline = context.Pipe(duplex=False)
-        self._error: dict[str, Any] | None = None
+        self._ending: Ending | None = None
         self._done = False
         self._stopped_since: float | None = None
-        # Set up, so that a start that fails midway can be cleared away like any other.
-        self._process: Any = None
+        called = f"ddpm_lab rank {job.rank}"
+        self._process: Any = context.Process(target=rank_main, args=(job, theirs, end), name=called)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
-                called = f"ddpm_lab rank {job.rank}"
-                self._process = context.Process(target=rank_main, args=(job, theirs, end), name=called)
                 self._process.start()
-                self._parent = int(_server._forkserver_pid)
-            self.pid = int(self._process.pid)
-            self._started = start_ticks(self.pid)
+                self._parent = psutil.Process(_server._forkserver_pid)
+            self._leader = psutil.Process(self._process.pid)
+            self.pid = self._leader.pid
             _ranks.add(self.pid)
             # What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``.
             self.ears: list[Any] = [self._pipe, self._process.sentinel]
@@ -480,8 +441,7 @@ class LocalRank:
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
         self._beat.touch()
-        self._see_parent(at_work=LocalRank._told or self)
-        LocalRank._told = self
+        self._see_parent()
         self._done = False
         if self._parent in _lost:  # which would have told that the rank ends
             self.ears = [self._pipe]
@@ -490,47 +450,45 @@ class LocalRank:
 
     def hear(self) -> str | None:
         """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
-        self._see_parent(at_work=self)
-        if self._error:
+        self._see_parent()
+        if self._ending:
             return LEFT
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._lives() or self._pipe.poll() else LEFT
-            said = parsed(self._pipe.recv_bytes()) or parsed(self._file("said").read_bytes())
-            self._error = said.get("error")
-            self.report = said.get("report", {})
-            self._done = not self._error
-            return DONE if self._done else LEFT
+            said = parsed(self._pipe.recv_bytes())
+            if "error" in said:
+                self._ending = Ending(**said["error"])
+                return LEFT
+            self.report, self._done = said["report"], True
+            return DONE
         self._process.join(1)  # for its exit code
         return LEFT
 
-    def _see_parent(self, at_work: LocalRank) -> None:
-        """Where the fork server was killed, blame whoever is ``at_work``; all others can go on."""
-        if self._parent not in _lost and not _runs(self._parent):
+    def _see_parent(self) -> None:
+        """Where the fork server was killed, the rank that notices, as one at work does, is to blame; others go on."""
+        if self._parent not in _lost and _status(self._parent) in ENDED:
             _lost.add(self._parent)
             how = "its parent process, which starts the ranks, was killed"
-            at_work._error = {"status": "crashed", "message": how, "detail": self.log(), "time": time.monotonic()}
+            self._ending = Ending("crashed", how, self.log(), time.monotonic())
 
     def _lives(self) -> bool:
-        return self._process.is_alive() or (start_ticks(self.pid) == self._started and _runs(self.pid))
+        return self._process.is_alive() or _status(self._leader) not in ENDED
 
     def life(self) -> Life:
         now = time.monotonic()
-        stopped = _stat(self.pid)[:1] in (["T"], ["t"])  # by a signal, or by a debugger
+        stopped = _status(self._leader) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         self._stopped_since = (self._stopped_since or now) if stopped else None
         return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""
-        if self._error is None:
-            self.hear()
-        if self._error:
-            return Ending(**self._error, reported=True)
-        code = None if self._lives() else self._process.exitcode
-        if code is None or (code == 0 and self._done):
-            return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Ending("crashed", how, self.log(), False, time.monotonic())
+        self.hear()
+        code = None if self._ending or self._lives() else self._process.exitcode
+        if code is not None and (code or not self._done):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
+        return self._ending
 
     def log(self) -> str:
         with contextlib.suppress(OSError):
@@ -539,27 +497,28 @@ class LocalRank:
 
     def stack(self) -> str:
         """The log with the stacks of the rank's threads as they are now, which it can write unless it is frozen."""
-        kill(os.kill, self.pid, self._started, signal.SIGUSR1)
+        with contextlib.suppress(psutil.Error):
+            self._leader.send_signal(signal.SIGUSR1)
         time.sleep(0.3)  # faulthandler writes them to the log
         return self.log()
 
     def kill(self) -> None:
         """Kill the rank, its process group, and what has left that."""
-        if self._process is not None and self._lives():
+        if self._lives():
             end_below(self.pid)
-            kill(os.kill, self.pid, self._started)
-            kill(os.killpg, self.pid, self._started)
+            with contextlib.suppress(psutil.Error):
+                self._leader.kill()
+            kill_group(self._leader)
 
     def close(self) -> None:
         """See the killed rank off, and whatever it had started."""
-        if self._process is not None and self._process.pid is not None:
-            self._process.join(10)
-            # The leader is gone; what it started may still stand in its process group, or below the fork server.
-            kill(os.killpg, self.pid, self._started)
-            _ranks.discard(self.pid)
-            if self._parent == _server._forkserver_pid:
-                end_below(self._parent, spared=_ranks)
-            with contextlib.suppress(ValueError):
-                self._process.close()
+        self._process.join(10)
+        # The leader is gone; what it started may still stand in its process group, or below the fork server.
+        kill_group(self._leader)
+        _ranks.discard(self.pid)
+        if self._parent.pid == _server._forkserver_pid:
+            end_below(self._parent.pid, spared=_ranks)
+        with contextlib.suppress(ValueError):
+            self._process.close()
         for end in (self._pipe, self._lifeline):
             end.close()

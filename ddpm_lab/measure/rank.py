@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import json
 import os
 import resource
 import sys
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.hardware import IN_ORDER
+from ddpm_lab.measure.others import tree_seconds
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, cuda_event, mean, profile_steps
-from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, say
+from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
 COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "set_threads", "finish")
@@ -64,7 +66,7 @@ class Rank:
     def _answer(self, report: dict[str, Any]) -> None:
         """Say that the command is done, and sleep until the next one."""
         self.beat.mark("asleep")
-        say(self.job, self.commands, {"report": report})
+        self.commands.send_bytes(json.dumps({"report": report}).encode())
 
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""
@@ -86,10 +88,16 @@ class Rank:
             self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+        if self.job.store:  # in which the ranks of the group find each other, and nobody else finds them
+            store = join_store(*self.job.store, seconds=self.job.collective_seconds)
+        elif config.world_size == 1:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store = dist.FileStore(str(self.job.folder / "rendezvous"), config.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
             # NCCL refuses two ranks on one GPU.
             "nccl" if self.cuda and not config.oversubscribe else "gloo",
-            store=self._store(),
+            store=store,
             rank=self.job.rank,
             world_size=config.world_size,
             timeout=timedelta(seconds=self.job.collective_seconds),
@@ -108,14 +116,6 @@ class Rank:
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
         gc.freeze()
-
-    def _store(self) -> Any:
-        """Where the ranks of the group find each other, and nobody else finds them."""
-        if self.job.store:
-            return join_store(*self.job.store, seconds=self.job.collective_seconds)
-        if (ranks := self.job.config.world_size) == 1:
-            return dist.HashStore()  # type: ignore[attr-defined]
-        return dist.FileStore(str(self.job.folder / "rendezvous"), ranks)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         for gpu in self.gpus:
@@ -262,19 +262,16 @@ class Rank:
         for _ in range(rounds):
             for variant, measured in windows.items():
                 self._settle(settle, self._marked_step)
-                measured.append(self._budget_window(steps, synchronised=variant == "synchronised"))
+                before = _helpers_seconds()
+                self.clock.start(synchronised=variant == "synchronised")
+                start = time.perf_counter()
+                for _ in range(steps):
+                    self._marked_step()
+                self.synchronize()
+                window = self.clock.stop(start, time.perf_counter(), steps)
+                window["helpers_cpu_seconds"] = max(0.0, _helpers_seconds() - before) / steps
+                measured.append(window)
         return {**{variant: mean(measured) for variant, measured in windows.items()}, "memory": self._memory()}
-
-    def _budget_window(self, steps: int, *, synchronised: bool) -> dict[str, Any]:
-        helpers = _children_seconds()
-        self.clock.start(synchronised=synchronised)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self._marked_step()
-        self.synchronize()
-        window = self.clock.stop(start, time.perf_counter(), steps)
-        window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
-        return window
 
     def _marked_step(self) -> None:
         """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""
@@ -413,10 +410,6 @@ def _peak_rss_bytes() -> int | None:
     return None
 
 
-def _children_seconds() -> float:
+def _helpers_seconds() -> float:
     """CPU seconds that this process's children (loader workers) have used so far."""
-    used = 0.0
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            used += sum(child.cpu_times()[:2])  # user and system
-    return used
+    return tree_seconds(child.pid for child in psutil.Process().children())

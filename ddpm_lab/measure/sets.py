@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
@@ -113,14 +112,12 @@ class Seat:
         config, instrument = self.config, self.instrument
         code = instrument.code.of(config.revision)
         self.say("starting")
-        how: dict[str, Any] = {"environment": self._compile_cache(), "modules": code.modules, "tree": code.tree}
-        shared: dict[str, Any] = {"limits": instrument.limits, "progress": self.say}
-        shared["threads"] = config.rank_threads(instrument.usable_cores)
+        how: dict[str, Any] = {"limits": instrument.limits, "progress": self.say, "tree": code.tree}
+        how["threads"] = config.rank_threads(instrument.usable_cores)
         if config.command:  # it has all that a set asks of a group
-            group = cast(Group, CommandGroup(config, tree=code.tree, log=log_of(instrument.cache, config), **shared))
+            self.group = group = cast(Group, CommandGroup(config, log=log_of(instrument.cache, config), **how))
         else:
-            group = Group(config, **how, **shared)
-        self.group = group
+            self.group = group = Group(config, environment=self._compile_cache(), modules=code.modules, **how)
         self._add("start", group.start_seconds - group.build_seconds)
         self._add("build", group.build_seconds)
 
@@ -221,12 +218,8 @@ class Seat:
             raise GroupFailed("diverged", "the training loss is no longer finite")
         hosts = [] if side_by_side() else [vars(watch), *self.alive.watched_elsewhere()]
         start = min(r["start"] for r in reports)
-
-        def most(name: str) -> float | None:
-            """What was taken of the host that lost most; unknown where one host's is."""
-            taken = folded(max, [host[name] for host in hosts])
-            return None if taken is None else round(taken, 3)
-
+        # Of the host that lost most; unknown where one host's is.
+        others, stolen = (folded(max, [host[name] for host in hosts]) for name in ("others_cores", "stolen_seconds"))
         self.windows.append(
             Window(
                 turn=turn,
@@ -238,8 +231,8 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=most("others_cores"),
-                stolen_seconds=most("stolen_seconds"),
+                others_cores=None if others is None else round(others, 3),
+                stolen_seconds=None if stolen is None else round(stolen, 3),
                 state=watch.state | memory_held(reports) | reports[0].get("state", {}),
             )
         )
@@ -249,7 +242,7 @@ class Seat:
         pids, seen = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
         # Of ranks on other hosts nothing is known here, and so it is not of all GPUs of the group together.
         gpus = {uuid: pid for uuid, pid in zip(seen, pids, strict=True) if uuid} if len(pids) == len(seen) else {}
-        return Watch(gpus, relatives() if current() else ())
+        return Watch(gpus)
 
     def finish(self) -> None:
         """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
@@ -319,13 +312,12 @@ def steps_of_windows(
     unit = math.lcm(*batch_sizes)
     pairs = list(zip(batch_sizes, step_seconds, strict=True))
     needed = max(b * max(least, math.ceil(plan.window_seconds / s)) for b, s in pairs)
-    floor = max(b * least for b in batch_sizes)
     slowest = max(s / b for b, s in pairs)  # seconds per image
-    affordable = max(floor, 10 * plan.window_seconds / slowest)
-    if unit > 4 * affordable:  # of batches such as 250 and 256: about as many images, which ratios are per
-        return [max(least, round(min(needed, affordable) / b)) for b in batch_sizes]
-    images = math.ceil(min(needed, affordable) / unit) * unit
-    return [images // b for b in batch_sizes]
+    affordable = max(max(batch_sizes) * least, 10 * plan.window_seconds / slowest)
+    images = min(needed, affordable)
+    if unit <= 4 * affordable:  # not so of 250 and 256: they get about as many images, which ratios are per
+        images = math.ceil(images / unit) * unit
+    return [max(least, round(images / b)) for b in batch_sizes]
 
 
 Turns = Callable[[float, float], int]  # from the seconds that groups took to start and those of a turn
@@ -412,8 +404,7 @@ class _Set:
                 seat.window(*window)
             seat.finish()
 
-        for seat in self.seats:
-            seat.close()
+        self.close()
         self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
         for seat in self.seats:  # once without a window: equal work needs everybody's speed
             self.guard(seat, visit)
@@ -433,6 +424,10 @@ class _Set:
             kept = [self.record(s) for s in self.seats if not s.failure] if self.gives_up else []
             if crowded(kept, to_come=turns - turn - 1):
                 return  # it is measured again anyway
+
+    def close(self) -> None:
+        for seat in self.seats:
+            seat.close()
 
     def baseline_lost(self) -> list[Seat]:
         """The seats to blame where nothing of this set can be compared."""
@@ -507,16 +502,12 @@ def measure_set(
     the turns of a plan that has none; ``where`` are the experiment and the family. With ``gives_up`` a set ends when
     others have disturbed it so much that it cannot count.
     """
-    run = _Set(instrument, members, plan, where, turns=turns, gives_up=gives_up)
-    try:
+    with contextlib.closing(_Set(instrument, members, plan, where, turns=turns, gives_up=gives_up)) as run:
         try:
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
         return [run.record(seat) for seat in (run.baseline_lost() or run.seats)]
-    finally:
-        for seat in run.seats:
-            seat.close()
 
 
 def warm_up_alone(seat: Seat) -> dict[str, Any]:
@@ -529,15 +520,12 @@ def measure_alone(
     instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
     """One group on its own, which does some ``work``; ``where`` are the experiment and the family."""
-    run = _Set(instrument, [member], plan, where)
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:
         found.update(work(seat))
         seat.finish()
 
-    try:
+    with contextlib.closing(_Set(instrument, [member], plan, where)) as run:
         run.guard(run.seats[0], guarded)
         return run.record(run.seats[0], **found)
-    finally:
-        run.seats[0].close()

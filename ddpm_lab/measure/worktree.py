@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure.code_version import Tree, in_repository
-from ddpm_lab.measure.process import GroupFolder, sweep
+from ddpm_lab.measure.process import private_folder
 
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """What git tells its hooks of the repository that they run for; this one is found by its folder."""
@@ -73,9 +73,8 @@ class Repository:
     @contextlib.contextmanager
     def worktree(self, commit: str) -> Iterator[Path]:
         """A folder that holds ``commit``, gone at the end. Raises ConfigError where git cannot make it."""
-        sweep()
-        with GroupFolder() as holder:
-            folder, index = holder.resolve() / "tree", str(holder / "index")
+        with private_folder() as holder:
+            folder, index = Path(holder).resolve() / "tree", f"{holder}/index"
             refusal = f"git cannot check out {commit[:12]} in {folder}"
             for words in (("read-tree", commit), ("checkout-index", "--all", "--quiet", f"--prefix={folder}/")):
                 _git(self.root, *words, refusal=refusal, GIT_INDEX_FILE=index)

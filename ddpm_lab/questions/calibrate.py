@@ -26,7 +26,6 @@ from ddpm_lab.explain.table import values
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Member, measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
@@ -59,7 +58,6 @@ def calibrate(
     show = Progress(EXPERIMENT, quiet=quiet)
     instrument = instrument_for(output, show)
     ledger = Ledger(output / LEDGER)
-    sweep()
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):

@@ -41,7 +41,6 @@ from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
-from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
 from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, SEARCH, Cell, Experiment, Space
@@ -394,7 +393,6 @@ def recommend(
     settings |= _settings_of(space.baseline)
     settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
     plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
-    sweep()
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
         while True:

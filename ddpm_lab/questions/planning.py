@@ -26,7 +26,6 @@ from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
@@ -197,7 +196,6 @@ class Planned:
 
         What it returns is of fewer cores where the machine was too busy for all of them.
         """
-        sweep()
         planned = self
         none = seconds is None and self.campaign.target.seconds == 0
         with nullcontext(False) if none else measuring(self.progress.always) as waited:

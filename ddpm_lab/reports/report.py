@@ -28,7 +28,7 @@ from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.process import GroupFolder, end_guarded, guarded, sweep, temporary
+from ddpm_lab.measure.process import end_guarded, guarded, private_folder, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION
@@ -117,7 +117,6 @@ def report(
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = _Run(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
-    sweep()
     try:
         run.measure()
         with Stop() as stop:
@@ -331,10 +330,10 @@ def execute(
     Returns the error in one line, or "" if every cell ran.
     """
     target.unlink(missing_ok=True)
-    with GroupFolder() as private:
-        lines, log = private / "progress", private / "log"
+    with private_folder() as private:
+        lines, log = Path(private, "progress"), Path(private, "log")
         lines.touch()
-        own = temporary(private) | {
+        own = temporary(Path(private)) | {
             FILE_VARIABLE: str(lines),
             "IPYTHONDIR": f"{private}/ipython",
             "JUPYTER_RUNTIME_DIR": f"{private}/runtime",

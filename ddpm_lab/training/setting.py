@@ -24,7 +24,6 @@ from ddpm_lab.config import (
 )
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.cluster import fewest_hosts
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hardware import gpu_trouble, least_capability
@@ -195,7 +194,7 @@ class Setup:
 
     def nodes(self, ranks: int) -> int:
         """Over how many hosts so many ranks are spread: as few as have room for them."""
-        return fewest_hosts(ranks, self.hosts, self.node_size if self.places else 0)
+        return min(self.hosts, -(-ranks // self.node_size)) if self.places else 1
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
