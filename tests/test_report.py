@@ -24,7 +24,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.questions import experiments
 from ddpm_lab.reports import report
 from ddpm_lab.reports.published import FIELDS, MODULES
-from ddpm_lab.reports.report import NUMBERED, ReportError, load
+from ddpm_lab.reports.report import NUMBERED, load
 
 v4: Any = nbformat.v4
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -55,7 +55,7 @@ def write(path: Path, *code: str, parameters: str = "minutes = None  # budget") 
     return path
 
 
-def run(files: Sequence[Path | str], output: Path, **options: Any) -> tuple[report.ReportResult, list[str]]:
+def run(files: Sequence[Path | str], output: Path, **options: Any) -> tuple[report.Report, list[str]]:
     lines: list[str] = []
     options = {"preset": "smoke", "progress": lines.append, **options}
     return report.report(notebooks=list(files), output_dir=output, **options), lines
@@ -77,7 +77,7 @@ def unmeasured() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.ReportResult, list[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.Report, list[str], Path]:
     """A report of a notebook that fails, one whose kernel dies, and one after them that answers."""
     folder = tmp_path_factory.mktemp("report")
     files = [
@@ -89,13 +89,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.ReportResult,
     return result, lines, folder / "out" / "reports"
 
 
-Made = tuple[report.ReportResult, list[str], Path]
+Made = tuple[report.Report, list[str], Path]
 
 
 @pytest.mark.slow
 def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
     result, lines, folder = made
-    states = {page.name: page.state for page in result.pages}
+    states = {page.name: page.state for page in result.pages.values()}
     assert states == {"01_fails": "failed", "02_dies": "failed", "03_answers": "done"}
     assert (result.exit_code, result.stopped) == (1, 0)
     failed, index = (folder / "01_fails.html").read_text(), (folder / "index.html").read_text()
@@ -170,7 +170,7 @@ def test_what_the_notebooks_show_is_measured_first_within_the_time(
     shown = {name: values.get("minutes") for name, values in copied.items()}
     assert shown == minutes | {"07_peers": 0, "06_recommendation": share}
     assert 60 * 6 - 4 * report.NOTEBOOK_SECONDS < asked["seconds"] < 60 * 6
-    with pytest.raises(ReportError, match=r"^minutes is 1, .* 4 sets take about 9"):
+    with pytest.raises(ConfigError, match=r"^minutes is 1, .* 4 sets take about 9"):
         run(names, tmp_path / "less", minutes=1)
 
 
@@ -179,10 +179,10 @@ def test_pages_of_an_earlier_report_stay_and_are_marked(tmp_path: Path) -> None:
     first, second = write(tmp_path / "01_a.ipynb", ANSWER), write(tmp_path / "02_b.ipynb", "1 / 0")
     run([first], tmp_path / "out")
     result, _ = run([second], tmp_path / "out")
-    states = [(page.name, page.state, page.earlier) for page in result.pages]
+    states = [(page.name, page.state, page.earlier) for page in result.pages.values()]
     assert states == [("01_a", "done", True), ("02_b", "failed", False)]
     assert result.exit_code == 1
-    assert "from an earlier run" in result.index.read_text()
+    assert "from an earlier run" in (result.folder / "index.html").read_text()
     result, _ = run([first], tmp_path / "out")
     assert result.exit_code == 0, "a failure of an earlier report is not one of this report"
 
@@ -197,13 +197,13 @@ def test_wrong_values_are_refused_before_anything_starts(
         (tmp_path / "damaged" / name).write_bytes(b"no image")
     (tmp_path / "file").write_text("in the way")
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"parameters": {"batch": 3}}, ReportError, "'batch'.*01_a.*minutes"),
+        ({"parameters": {"batch": 3}}, ConfigError, "'batch'.*01_a.*minutes"),
         ({"preset": "huge"}, ConfigError, "'huge'.*quick"),
-        ({"minutes": 0}, ReportError, "minutes.*0"),
+        ({"minutes": 0}, ConfigError, "minutes.*0"),
         ({"data": "damaged"}, DataError, r"1\.png"),
         ({"held_out": "empty"}, DataError, "empty"),
         ({"output_dir": "file"}, ConfigError, "file"),
-        ({"notebooks": ["03_apm"]}, ReportError, "'03_apm'.*03_amp"),
+        ({"notebooks": ["03_apm"]}, ConfigError, "'03_apm'.*03_amp"),
     ]
     notebook = write(tmp_path / "01_a.ipynb")
     for options, error, words in refused:

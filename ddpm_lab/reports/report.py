@@ -21,7 +21,7 @@ import papermill
 import yaml
 
 from ddpm_lab import __version__
-from ddpm_lab.checks import ConfigError, LabError, choice, number
+from ddpm_lab.checks import ConfigError, choice, number
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
@@ -49,26 +49,6 @@ NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
 
-class ReportError(LabError):
-    """A report that cannot be made, in one sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportResult:
-    """What a report came to: a page for each numbered notebook, and the index over them."""
-
-    pages: tuple[Page, ...]
-    index: Path
-    stopped: int
-    """The signal that stopped it, or 0."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 when every notebook that was asked for is done, 1 when one failed, 128 + n when signal n stopped it."""
-        failed = any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages)
-        return 128 + self.stopped if self.stopped else int(failed)
-
-
 def report(
     *,
     preset: str = "quick",
@@ -82,7 +62,7 @@ def report(
     parameters: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] = say,
     command: str = "ddpm-lab report",
-) -> ReportResult:
+) -> Report:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
     A notebook that fails is published as failed and the others go on. Ctrl-C, SIGTERM and SIGHUP stop the report: what
@@ -94,15 +74,14 @@ def report(
     preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
 
     Raises:
-        ReportError: a notebook or a parameter does not exist, or ``minutes`` is not above 0, or too few to measure.
-        ConfigError: there is no such preset, network or workload, torch cannot use the GPU, or the output folder cannot
-            be written.
+        ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0 or
+            too few to measure, torch cannot use the GPU, or the output folder cannot be written.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     if minutes is not None and not (number(minutes) and minutes > 0):
-        raise ReportError(f"minutes is {minutes!r}: give a number above 0")
+        raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
     budget = preset_called(preset).minutes if minutes is None else minutes
-    extra, stopped = dict(parameters or {}), 0
+    extra = dict(parameters or {})
     options = {
         "preset": preset,
         "data": data,
@@ -116,18 +95,23 @@ def report(
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
-    run = _Run(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
+    run = Report(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
     try:
         run.measure()
         with Stop() as stop:
             stop.gentle = True
             for file in values:
                 run.one(file, stop)
-                if stopped := stop.number or 0:
+                if stop.number:
+                    run.stopped = stop.number
                     break
     except KeyboardInterrupt as interrupt:
-        stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
-    return run.finish(stopped=stopped)
+        run.stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
+    index = run.index()
+    for name, lines in pages.answers([*run.pages.values()]):
+        progress(f"{name}: {'; '.join(lines)}")
+    run.say("report", str(index))
+    return run
 
 
 def _values(
@@ -146,7 +130,7 @@ def _values(
     for name in more:
         if name not in exist:
             listed, choices = ", ".join(file.stem for file in known), ", ".join(exist) or "no parameters"
-            raise ReportError(f"{name!r} is no parameter of {listed}: choose from {choices}")
+            raise ConfigError(f"{name!r} is no parameter of {listed}: choose from {choices}")
     if "device" in exist and not more.keys() & {"ledger", "machine"}:
         usual_device(more.get("device"))  # a GPU that torch cannot use
     fixed = {name: value for name, value in given.items() if value is not None} | more
@@ -154,8 +138,11 @@ def _values(
 
 
 @dataclass(slots=True)
-class _Run:
-    """A report while it is being made: ``values`` are the parameters of the notebooks that run."""
+class Report:
+    """A page for each numbered notebook, and an index over them.
+
+    ``values`` are the parameters of the notebooks that run, ``stopped`` is the signal that stopped it, or 0.
+    """
 
     folder: Path
     given: Mapping[str, Any]
@@ -165,6 +152,7 @@ class _Run:
     seconds: float | None
     pages: dict[str, Page] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    stopped: int = 0
 
     def __post_init__(self) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
@@ -176,10 +164,16 @@ class _Run:
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 try:
                     page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
-                except (ReportError, AttributeError, TypeError, ValueError):
+                except (AttributeError, TypeError, ValueError):
                     executed.unlink(missing_ok=True)
             self.pages[file.stem] = page
         self.index()
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every notebook that was asked for is done, 1 when one failed, 128 + n when signal n stopped it."""
+        failed = any(page.state not in (DONE, NOT_RUN) and not page.earlier for page in self.pages.values())
+        return 128 + self.stopped if self.stopped else int(failed)
 
     def elapsed(self) -> timedelta:
         return timedelta(seconds=round(time.monotonic() - self.started))
@@ -190,7 +184,7 @@ class _Run:
     def measure(self) -> None:
         """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing.
 
-        The search is one of its own, and gets an equal share of the time. Raises ReportError where there is too little.
+        The search is one of its own, and gets an equal share of the time. Raises ConfigError where there is too little.
         """
         if self.seconds is None:
             return
@@ -227,7 +221,7 @@ class _Run:
         except ConfigError as error:
             least = str(error).partition(": ")[2]
             spent = f"minutes is {self.seconds / 60:.2g}, and the pages take {pages_take / 60:.2g}"
-            raise ReportError(f"{spent}: beside them {least}") from error
+            raise ConfigError(f"{spent}: beside them {least}") from error
 
     def one(self, file: Path, stop: Stop) -> None:
         """Execute one notebook, publish it, and bring the index up to date."""
@@ -247,24 +241,18 @@ class _Run:
         whose = f" ({page.status})" * page.elsewhere
         self.say(file.stem, f"{state}: {error}" if error else f"{page.headline or state}{whose}")
 
-    def finish(self, *, stopped: int) -> ReportResult:
-        index = self.index(stopped=bool(stopped))
-        for name, lines in pages.answers([*self.pages.values()]):
-            self.progress(f"{name}: {'; '.join(lines)}")
-        self.say("report", str(index))
-        return ReportResult(pages=(*self.pages.values(),), index=index, stopped=stopped)
-
-    def index(self, *, stopped: bool = False) -> Path:
+    def index(self) -> Path:
+        """Write the index; returns its file."""
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
-        said = "The report was stopped." if stopped else "This report is still being made, or was ended."
+        said = "The report was stopped." if self.stopped else "This report is still being made, or was ended."
         ledger = self.folder.parent / LEDGER
-        to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
+        to_come = f" {'Not run' if self.stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
         pages.write_index(
             list(self.pages.values()),
             target := self.folder / "index.html",
             subject=self.given["workload"] or "a diffusion model",
             facts=self.facts(),
-            notice=said + to_come if stopped or waiting else "",
+            notice=said + to_come if self.stopped or waiting else "",
             command=self.command,
             ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",
         )
@@ -297,27 +285,27 @@ class _Run:
 def choose(names: Sequence[str | Path] | None) -> list[Path]:
     """The notebooks by names (03_amp or amp) or paths, in the order of their numbers; None is every numbered one.
 
-    Raises ReportError where one of them does not exist.
+    Raises ConfigError where one of them does not exist.
     """
     numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
     known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
     chosen = {known.get(str(name), Path(name)) for name in names or numbered}
     if not chosen:
-        raise ReportError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
+        raise ConfigError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
     for path in chosen:
         if path.suffix != ".ipynb" or not path.is_file():
             listed = ", ".join(file.stem for file in numbered)
-            raise ReportError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
+            raise ConfigError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
     return sorted(chosen, key=lambda file: file.stem)
 
 
 def load(path: Path) -> Any:
-    """Read a notebook. Raises ReportError for a file that is none."""
+    """Read a notebook. Raises ConfigError for a file that is none."""
     try:
         found = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
         nbformat.validate(found)
     except Exception as error:  # as many kinds as a file can be wrong
-        raise ReportError(f"{path} is no notebook: {type(error).__name__}") from error
+        raise ConfigError(f"{path} is no notebook: {type(error).__name__}") from error
     return found
 
 
