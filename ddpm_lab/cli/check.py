@@ -119,8 +119,6 @@ COMMANDS = {
         check,
         "check --instrument --minutes 10",
         "instrument minutes device output-dir json",
-        {
-            "minutes": "with --instrument: how long to measure (default: 5)",
-        },
+        {"minutes": "with --instrument: how long to measure (default: 5)"},
     )
 }

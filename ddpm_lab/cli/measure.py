@@ -16,18 +16,7 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import (
-    COMMON,
-    Command,
-    Parser,
-    add,
-    asked,
-    given,
-    reads,
-    refuse_others,
-    tell,
-    tracker_chosen,
-)
+from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, reads, refuse_others, tell, tracker_chosen
 from ddpm_lab.config import NETWORKS, PARTS, RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
@@ -135,8 +124,8 @@ def run(options: argparse.Namespace) -> int:
         for found in answers:
             _show(found)
         say(*(f"records: {one.ledger}" for one in measured[-1:]))
-    if "SLURM_JOB_ID" in os.environ:  # the log of a job tells of each configuration that trained
-        summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
+    # The log of a job tells of each configuration that trained.
+    summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
     return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
 
@@ -239,9 +228,8 @@ def compare(options: argparse.Namespace) -> int:
     if path := expanded(options.markdown or os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull) if decides else None:
         with writing(path, option="--markdown, or $GITHUB_STEP_SUMMARY"):
             path.open("a").close()
-    how = given(options, "minutes", "device", "output_dir")
-    how |= given(options, "per_step", "optimizer", "as_is")
-    how |= {"resolution": wanted, "sets": planning.MOST_SETS if options.sets is None else options.sets}
+    how = given(options, "minutes", "sets", "device", "output_dir", "per_step", "optimizer", "as_is")
+    how["resolution"] = wanted
     if against is None:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:

@@ -48,11 +48,9 @@ def report(options: argparse.Namespace) -> int:
 
 def _literal(text: str) -> Any:
     """A parameter's value as JSON where it is JSON, or as Python writes such a value, else as it was typed."""
-    python = {"True": True, "False": False, "None": None}
-    try:
-        return python[text] if text in python else declared.parsed(text)
-    except ValueError:
-        return text
+    with suppress(ValueError):
+        return declared.parsed({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    return text
 
 
 def figures(options: argparse.Namespace) -> int:

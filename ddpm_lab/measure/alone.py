@@ -263,8 +263,7 @@ def _failure(record: RunRecord) -> tuple[str, str]:
 
 def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
     """How the last search of a configuration's work ended."""
-    ends = [r for r in records if r.role == "largest" and same_work(r.config, config)]
-    return ends[-1] if ends else None
+    return next((r for r in reversed(records) if r.role == "largest" and same_work(r.config, config)), None)
 
 
 def same_work(config: RunConfig, other: RunConfig) -> bool:

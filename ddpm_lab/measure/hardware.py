@@ -218,9 +218,8 @@ def _git_commit() -> str | None:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
-            return (
-                subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
-            )
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+            return done.stdout.strip() or None
     return None
 
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class PhaseClock:
         self._spans: list[tuple[str, Any, Any]] = []
         self._synchronised = False
         self.tracing = False  # whether marks become ranges of the profiler
-        self._range: Any = None
+        self._range = ExitStack()
 
     def mark(self, phase: str) -> None:
         """End the phase before and begin ``phase``."""
@@ -86,7 +87,9 @@ class PhaseClock:
                 torch.cuda.synchronize()
             self._marks.append((phase, time.perf_counter(), self._event()))
         elif self.tracing:
-            self._trace(phase)
+            self._range.close()
+            if phase != UNNAMED:
+                self._range.enter_context(torch.profiler.record_function(RANGE + phase))
         self._beat(phase)
 
     def span(self, name: str, start: Any, end: Any) -> None:
@@ -177,13 +180,6 @@ class PhaseClock:
             budget["host_phases"] = per_step(by_phase(host_moments))
             budget["host_ahead_seconds"] = sum(ahead) / steps
         return budget
-
-    def _trace(self, phase: str) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-        self._range = None if phase == UNNAMED else torch.profiler.record_function(RANGE + phase)
-        if self._range is not None:
-            self._range.__enter__()
 
 
 def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool) -> dict[str, Any]:

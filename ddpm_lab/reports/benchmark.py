@@ -36,10 +36,7 @@ _NAMES = (("multi-GPU beneficial", 1.1), ("marginal difference", 0.95), ("single
 RECOMMENDATIONS = Bands(whose="S003", table=_NAMES, threshold=1.1)
 """S003's names for speed-ups, with their lower bounds."""
 OF_ROW = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
-SPEEDS = {
-    **{name: name for name in ("images_per_second", "step_seconds")},
-    "epoch_seconds": "projected_seconds",
-}
+SPEEDS = {**{name: name for name in ("images_per_second", "step_seconds")}, "epoch_seconds": "projected_seconds"}
 """Of sets that count; where others disturbed all of them there is none."""
 OF_CONFIG = (
     *("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size"),
