@@ -204,13 +204,12 @@ class Report:
         }
         pages_take = NOTEBOOK_SECONDS * len(self.values)
         seconds = self.seconds - self.elapsed().total_seconds() - pages_take
-        minutes = dict.fromkeys(names.values(), 0.0)  # all but the search measure nothing by themselves
+        for file in names.values():  # all but the search measure nothing by themselves
+            self.values[file]["minutes"] = 0.0
         if asked.pop(RECOMMENDATION, None) is not None:
             share = max(0.0, seconds / (len(asked) + 1))
-            minutes[names[RECOMMENDATION]] = share / 60
+            self.values[names[RECOMMENDATION]]["minutes"] = share / 60
             seconds -= share
-        for file, given in minutes.items():
-            self.values[file]["minutes"] = given
         self.say("report", f"measuring takes up to {max(0.0, seconds) / 60:.1f} min; then {len(self.values)} pages")
 
         def say(name: str, line: str) -> None:
