@@ -45,7 +45,7 @@ def run(name: str, nodes: int, ranks: int, options: dict[str, Any]) -> dict[str,
 
 def main() -> int:
     process = cluster.Process.read(os.environ)
-    process.use(None)
+    process.use_interface()
     if process.rank:
         return cluster.serve(process)
     with cluster.leading(process):

@@ -115,18 +115,16 @@ def test_ranks_are_placed_host_by_host_and_a_wrong_number_of_hosts_is_refused() 
 def test_ranks_use_an_interface_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     process = Process(0, 2, 0, 2, STORE)
-    with pytest.raises(ConfigError, match=r"--interface lo$"):
-        process.use(None)
-    with pytest.raises(ConfigError, match="'nonsense0'"):
-        process.use("nonsense0")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=lo$"):
+        process.use_interface()
     with pytest.raises(ConfigError, match=r"MASTER_ADDR|TORCHELASTIC_RUN_ID"):
         Process.read({"RANK": "0"})
     assert os.environ == {}
-    process._replace(hosts=1).use(None)
+    process._replace(hosts=1).use_interface()
     assert os.environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "chosen"})
-    process.use("lo")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+    process.use_interface()
+    assert os.environ == {"GLOO_SOCKET_IFNAME": "chosen", "NCCL_SOCKET_IFNAME": "=chosen"}
 
 
 @pytest.fixture

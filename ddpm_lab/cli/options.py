@@ -72,8 +72,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tracker": _of(f"log to {COMET}", choices=("comet", "comet-offline", "none")),
     "output-dir": _of("folder that receives all results (default: this checkout)"),
     "json": _of("print JSON", bool),
-    # several hosts
-    "interface": _of("network interface over which ranks exchange gradients", metavar="NAME"),
 }
 OF_TRAINING = declared.options(OptimizerConfig) | declared.options(RunConfig)
 """Options that are settings of these, by field; they are checked where a configuration is made."""

@@ -129,7 +129,7 @@ def rank(options: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(words):
         return int(main(words))
     process = cluster.Process.read(os.environ)
-    process.use(options.interface)
+    process.use_interface()
     if process.rank:
         return cluster.serve(process)
     with cluster.leading(process):
@@ -157,7 +157,7 @@ COMMANDS = {
     "rank": Command(
         rank,
         "rank run amp (after torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab)",
-        "interface words",
+        "words",
         {"words": "run, train or sample with its options"},
     ),
 }

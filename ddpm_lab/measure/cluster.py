@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
@@ -67,16 +67,13 @@ class Process(NamedTuple):
                 "start it as torchrun ... -m ddpm_lab rank COMMAND"
             ) from error
 
-    def use(self, interface: str | None) -> None:
-        """Have ranks exchange gradients over a network interface, unless the user chose one in the environment.
+    def use_interface(self) -> None:
+        """Have ranks exchange gradients over the user's GLOO_SOCKET_IFNAME, or what leads to torchrun's store.
 
-        By default the one that leads to torchrun's store; ConfigError where there is none, or several hosts' loopback.
+        Raises ConfigError where that is not there, or is the loopback of one of several hosts.
         """
-        names = {a.address.split("%")[0]: name for name, found in psutil.net_if_addrs().items() for a in found}
-        address = self.store.address
-        if interface is not None:
-            choice("--interface", interface, sorted(set(names.values())))
-        else:
+        address, interface = self.store.address, os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface is None:
             try:
                 family, kind, _, _, there = socket.getaddrinfo(*self.store[:2], type=socket.SOCK_DGRAM)[0]
                 with socket.socket(family, kind) as towards:
@@ -84,12 +81,13 @@ class Process(NamedTuple):
                     own = towards.getsockname()[0].split("%")[0]
             except OSError as error:
                 raise ConfigError(f"torchrun's address {address} cannot be reached: {error}") from error
+            names = {a.address.split("%")[0]: name for name, found in psutil.net_if_addrs().items() for a in found}
             interface = names.get(own)
             if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
                 raise ConfigError(
                     f"torchrun's address {address} is {own} here, which other hosts cannot reach: give torchrun "
-                    "--local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a trial on "
-                    f"this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
+                    "--local-addr with an address that they can, or set GLOO_SOCKET_IFNAME to a network interface; for "
+                    f"a trial on this machine alone, GLOO_SOCKET_IFNAME={interface or 'lo'}"
                 )
         if interface:  # some sandboxes list none
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
