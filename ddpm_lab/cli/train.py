@@ -14,6 +14,7 @@ from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
+from ddpm_lab.measure.others import Watch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.output import say
 from ddpm_lab.questions.probe import fastest
@@ -81,7 +82,8 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     config, why = fastest(config, said, steps=schedule.steps, output=output, probing=not options.no_probe, **how)
     if why:
         progress.done(why)
-    with summary.watched(config) as watch:
+    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
+    with Watch({gpu.uuid: 0 for gpu in gpus if gpu.uuid}) as watch:
         outcome = training_run.train(config, schedule, stop=stop, tracker=tracker, why=why, **how)
     known = {"loss": outcome.loss, "held-out loss": outcome.held_out_loss}
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]

@@ -123,19 +123,13 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     if len(set(hashes)) > 1 and config.exchange.enabled:
         raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
     found = {"steps": steps, "losses": [round(loss, 6) for loss in losses], "held_out": held_out}
-    found |= {"weights_sha256": hashes[0], **(_samples(seat) if draw else {}), **(_fid(seat, fid) if fid else {})}
-    return {"quality": found}
-
-
-def _samples(seat: Seat) -> dict[str, Any]:
-    """The first images of the averaged weights: those of equal seeds come from the same noise."""
-    count = min(MOST_IMAGES, MOST_BYTES // (3 * seat.config.image_size**2))
-    if not count:
-        return {}
-    seat.say(f"drawing {count} images")
-    steps = min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
-    png = seat.alive.call("draw_png", seat.instrument.limits.build_seconds, count=count, steps=steps)[0]
-    return {"samples": {"png": png, "images": count, "seed": seat.config.seed, "sampler": "ddim", "steps": steps}}
+    found["weights_sha256"] = hashes[0]
+    if draw and (count := min(MOST_IMAGES, MOST_BYTES // (3 * config.image_size**2))):
+        seat.say(f"drawing {count} images")  # those of equal seeds come from the same noise
+        how = {"count": count, "steps": min(SAMPLER_STEPS, config.diffusion.timesteps)}
+        png = group.call("draw_png", limit, **how)[0]
+        found["samples"] = {"png": png, "images": count, "seed": config.seed, "sampler": "ddim", "steps": how["steps"]}
+    return {"quality": found | (_fid(seat, fid) if fid else {})}
 
 
 def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:

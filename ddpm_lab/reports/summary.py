@@ -28,8 +28,6 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Compa
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, expanded, lock, writing
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
-from ddpm_lab.measure.others import Watch
 from ddpm_lab.output import say
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.record import Amount, Count, RunRecord, crowded_sets
@@ -111,9 +109,6 @@ class Summary:
     @property
     def accuracy(self) -> str:
         return ACCURACY
-
-
-_summaries = reader(tuple[Summary, ...])
 
 
 # --- where summaries come from ---------------------------------------------------------------------------------------
@@ -200,12 +195,6 @@ def _summary(config: RunConfig, seconds: float | None, images: int, **values: An
     )
 
 
-def watched(config: RunConfig) -> Watch:
-    """A watch over the GPUs that a run uses on this host."""
-    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
-    return Watch({gpu.uuid: 0 for gpu in gpus if gpu.uuid})
-
-
 # --- jobs ------------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +219,7 @@ def _runs(line: str) -> list[Summary]:
     """The runs in a line of a log; none if it is another line, damaged or cut off."""
     try:
         told, _ = json.JSONDecoder().raw_decode(line, line.index(f'{{"{RUNS}": '))
-        return list(_summaries(told[RUNS], RUNS))
+        return list(reader(tuple[Summary, ...])(told[RUNS], RUNS))
     except (ValueError, TypeError, RecursionError):
         return []
 
