@@ -142,9 +142,8 @@ class Parser(argparse.ArgumentParser):
 class Command(NamedTuple):
     """A command: what runs it, an example of it, and its options.
 
-    ``options`` are names of ``OPTIONS``, ``POSITIONALS`` and ``OF_TRAINING``, with | between those that exclude each
-    other; ``here`` is the help of some of them in this command, or of a setting its default; ``more`` adds options for
-    the words that were typed after its name.
+    ``options`` are names of ``OPTIONS``, ``POSITIONALS`` and ``OF_TRAINING``; ``here`` is the help of some of them in
+    this command, or of a setting its default; ``more`` adds options for the words that were typed after its name.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -156,10 +155,8 @@ class Command(NamedTuple):
     def fill(self, parser: Parser, words: Sequence[str]) -> None:
         parser.epilog = f"example: ddpm-lab {self.example}"
         parser.set_defaults(command=self.run, parser=parser)
-        for option in self.options.split():
-            group = parser.add_mutually_exclusive_group() if "|" in option else parser
-            for name in option.split("|"):
-                add(group, name, self.here.get(name))
+        for name in self.options.split():
+            add(parser, name, self.here.get(name))
         if self.more:
             self.more(parser, words)
 

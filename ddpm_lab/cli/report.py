@@ -244,7 +244,7 @@ COMMANDS = {
     "figures": Command(
         figures,
         "figures --ledger ledger.jsonl",
-        "ledger machine bands output-dir publish|check json",
+        "ledger machine bands output-dir publish check json",
         {
             "ledger": "records to read (default: your own ledger)",
             "output-dir": "folder that receives image_output/ (default: this checkout)",
