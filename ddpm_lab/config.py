@@ -43,8 +43,7 @@ OWN_LOADER = "ddpm_lab.training.own:loader_alone"
 """The workloads that run a training of the user's; their option ``make`` names it as module:function."""
 OBSERVED_OPTIONS = ("parameters", "samples", "sample")
 """Options that say what the user's function returned when it was called first: the same each time it is called."""
-TRIAL_OPTIONS = ("images", "draws")
-"""Options of a trial; all others say which training of the user's it is."""
+TRIAL_OPTIONS = ("images", "draws")  # options of a trial; all others say which training of the user's it is
 OWN_CHOICES: dict[str, Any] = {
     **{"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)},
     **{"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")},
@@ -59,8 +58,7 @@ COMMAND = "ddpm_lab.measure.command:command"
 
 def digest(value: object) -> str:
     """Twelve hexadecimal digits of the hash of ``value`` as canonical JSON."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

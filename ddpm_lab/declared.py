@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import sys
 import types
 import typing
@@ -21,14 +22,14 @@ from typing import Annotated, Any
 from ddpm_lab.checks import ConfigError, choice, several
 
 PLAIN = (int, float, bool, str)
-MOST = 2**63 - 1
-"""Whole numbers are at most this: torch can hold them."""
+MOST = 2**63 - 1  # whole numbers are at most this: torch can hold them
 LARGEST_TEXT, DEEPEST = 2**28, 64
 """Bytes of JSON that are read, enough for the names of a million images, and how deeply its tables may nest."""
-_TABLES = frozenset({dict, list})
-_NO_BRACKETS = bytes({*range(256)} - {*b"[]{}"})
-Reader = Callable[[Any, str], Any]
-"""From a value, and its place for a sentence about it, to the value as it is kept."""
+_NO_BRACKETS = bytes({*range(256)} - {*b'[]{}"'})
+Reader = Callable[[Any, str], Any]  # from a value, and its place for a sentence about it, to the value as it is kept
+_UNSAID = (None, "", (), inspect.Parameter.empty, dataclasses.MISSING)  # defaults that no help tells
+FLAGS = {"global_batch_size": "batch-size", "global_batch_sizes": "batch-sizes"}
+"""What is called by a shorter name on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +105,22 @@ def _present(union: Any) -> Any:
 def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     """Make a reader of values of an annotation: tables as dataclasses, lists as tuples; any other type is as it is.
 
-    A table of a TypedDict stays what it is: what is named there has to fit, and it may hold more.
-
+    ``Entries`` may stand in place of a type, in a list of them, in a table ``{str: entries}`` of them, and before None.
     What does not fit raises ConfigError: ``windows[3].steps is '5': give int``. Numbers have limits where ``opt``,
     which is what an ``Annotated`` type brings, sets some; without one they may be infinite.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     found: Reader = partial(_expected, hint) if opt is None else partial(_within, hint, opt, remedy)
     if origin is Annotated:
-        found = reader(inner[1]) if typing.is_typeddict(inner[1]) else reader(*inner)
-    elif origin is typing.Required:
-        found = reader(inner[0])
-    elif typing.is_typeddict(hint):
-        hints, required = typing.get_type_hints(hint, include_extras=True), hint.__required_keys__
-        # What it knows itself leaves out keys whose annotation was quoted.
-        needed = [n for n, kind in hints.items() if n in required or typing.get_origin(kind) is typing.Required]
-        found = partial(_described, {name: reader(kind) for name, kind in hints.items()}, needed)
+        found = reader(inner[1]) if isinstance(inner[1], Entries) else reader(*inner)
+    elif isinstance(hint, Entries):
+        found = hint.read
+    elif isinstance(hint, list):
+        found = partial(_tuple, (dict, ...), [reader(hint[0])], None)
+    elif isinstance(hint, dict):
+        found = partial(_dictionary, reader(hint[str]))
+    elif isinstance(hint, tuple):
+        found = partial(_optional, reader(hint[0]))
     elif origin in (types.UnionType, typing.Union):
         found = partial(_optional, reader(_present(hint), opt, ", or null for none"))
     elif origin is Sequence:
@@ -133,6 +134,23 @@ def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
     elif hint not in PLAIN:
         found = partial(_optional, None)
     return found
+
+
+class Entries:
+    """A table that is kept as it is: what it ``needs``, and what it ``may`` hold, has to fit; it may hold more."""
+
+    def __init__(self, needs: Mapping[str, Any] | None = None, /, **may: Any) -> None:
+        self._needs = needs or {}
+        self._readers = {name: reader(kind) for name, kind in {**self._needs, **may}.items()}
+
+    def read(self, table: Any, place: str) -> dict[str, Any]:
+        _expected(dict, table, place)
+        for name, read in self._readers.items():
+            if name in table:
+                read(table[name], f"{place}.{name}")
+            elif name in self._needs:
+                raise ConfigError(f"{place}.{name} is missing")
+        return dict(table)
 
 
 @cache
@@ -164,14 +182,6 @@ def _optional(read: Reader | None, value: Any, place: str) -> Any:
 
 def _dictionary(read: Reader, table: Any, place: str) -> dict[str, Any]:
     return {name: read(value, f"{place}.{name}") for name, value in _expected(dict, table, place).items()}
-
-
-def _described(fields: Mapping[str, Reader], needed: Iterable[str], table: Any, place: str) -> dict[str, Any]:
-    for name in (*needed, *(_expected(dict, table, place).keys() & fields.keys())):
-        if name not in table:
-            raise ConfigError(f"{place}.{name} is missing")
-        fields[name](table[name], f"{place}.{name}")
-    return dict(table)
 
 
 def _listed(read: Reader, values: Any, place: str) -> tuple[Any, ...]:
@@ -221,21 +231,17 @@ def parsed(text: str | bytes) -> Any:
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"a text of {len(text):,} bytes, more than {LARGEST_TEXT:,}")
     try:
-        level: list[Any] = [[found := json.loads(text)]]
+        found = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    # Brackets alone, of which each look takes the innermost away: most texts are known to be fine without a walk.
-    brackets = (text.encode() if isinstance(text, str) else text).translate(None, _NO_BRACKETS)
+    brackets = text.encode() if isinstance(text, str) else text
+    brackets = brackets.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_BRACKETS)
+    brackets = re.sub(rb'"[^"]*"', b"", brackets).replace(b"{", b"[").replace(b"}", b"]")  # without texts
     for _ in range(DEEPEST):
         if not brackets:
             return found
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    for _ in range(DEEPEST):
-        inside = [each.values() if type(each) is dict else each for each in level]
-        level = [v for each in inside if not _TABLES.isdisjoint(map(type, each)) for v in each if type(v) in _TABLES]
-    if level:
-        raise ValueError("nested too deeply")
-    return found
+        brackets = brackets.replace(b"[]", b"")  # the innermost
+    raise ValueError("nested too deeply")
 
 
 def known(place: str, values: Iterable[str], owner: Any) -> None:
@@ -254,17 +260,9 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any], place: st
     return {name: found[name].checked(value, name) if name in found else value for name, value in values.items()}
 
 
-FLAGS = {"global_batch_size": "batch-size", "global_batch_sizes": "batch-sizes"}
-"""What is called by a shorter name on the command line."""
-
-
 def flag(name: str) -> str:
     """The option of the command line for a setting: ``--world-sizes``."""
     return f"--{FLAGS.get(name, name).replace('_', '-')}"
-
-
-_UNSAID = (None, "", (), inspect.Parameter.empty, dataclasses.MISSING)
-"""Defaults that no help tells."""
 
 
 def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ddpm_lab.declared import parsed, reader
+from ddpm_lab.declared import Entries, parsed, reader
 from ddpm_lab.files import CHECKOUT, lock, writing
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
@@ -135,23 +135,17 @@ def _read(
     return made, damaged
 
 
-class _Told(TypedDict):
-    """What of a record is read for its head."""
-
-    experiment: str
-    role: str
-    code_version: str
-    plan: dict[str, Any]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-
-
-_told = reader(_Told)
+_OF_HEAD = Entries(
+    {
+        **dict.fromkeys(("experiment", "role", "code_version"), str),
+        **dict.fromkeys(("plan", "config", "environment"), dict[str, Any]),
+    }
+)
 
 
 def _head(path: Path, number: int, text: bytes) -> Head:
     check_schema(values := parsed(text))
-    where = _told(values, "")["environment"]
+    where = _OF_HEAD.read(values, "")["environment"]
     moment(date := where.get("date"))
     machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)

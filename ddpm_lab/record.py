@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Required, TypedDict
+from typing import Annotated, Any
 
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import TRIAL_OPTIONS, RunConfig
-from ddpm_lab.declared import Opt, reader
+from ddpm_lab.config import HOOKS, PRECISIONS, TRIAL_OPTIONS, RunConfig
+from ddpm_lab.declared import Entries, Opt, reader
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
 
@@ -32,9 +32,8 @@ ROLES = (
     *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
     *("note", "space", "look"),
 )
-STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
-TRIED = ("steps", "losses", "held_out", "weights_sha256")
-"""What the quality of a trial that went well says."""
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
+TRIED = ("steps", "losses", "held_out", "weights_sha256")  # what the quality of a trial that went well says
 MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
 """Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
 LASTING = ("diverged", "refused")
@@ -42,6 +41,12 @@ LASTING = ("diverged", "refused")
 
 What is unsupported can be installed, and memory that was missing may have been another process's.
 """
+HOST_THREADS = 2  # cores that a rank on a GPU wants: one launches the kernels of a step forwards, one backwards
+CROWDED_CORES = 0.25
+"""A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
+CROWDED_SHARE = 0.2
+"""A set with more than this share of its measured time in crowded turns does not count, and is measured again."""
+BUSY_GPU_PERCENT = 10.0  # share of a GPU's time that other processes may take before a turn on it is crowded
 
 
 class LedgerError(LabError):
@@ -83,8 +88,7 @@ class Machine:
         cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
         if not self.gpus:
             return printable(f"{self.cpu}, {cores}, no GPU")
-        models = sorted(set(self.gpus))
-        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
+        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in sorted(set(self.gpus)))
         return printable(f"{counted}, {self.cpu}, {cores}")
 
 
@@ -165,224 +169,98 @@ class RankRecord:
     indices_sha256: str
 
 
-# What is read of the parts of a record, which may hold anything besides: looks at a trial, witnesses of ranks, profiles
-# with their time budget, wrong ways to measure, gradient checks.
-
-
-class Held(TypedDict):
-    images: Count
-    loss: Finite
-
-
-class Work(TypedDict, total=False):
-    flop: Amount
-    elements: Required[Amount]
-
-
-class Seen(TypedDict, total=False):
-    """What is read of a rank's witness: where it ran, what a user's training offers, what a compiler counted."""
-
-    rank: Count
-    host: str | None
-    parameters: Count
-    flop_per_image: Amount | None
-    flop: Amount
-    bytes: Amount
-    work: dict[str, Work]
-    device: str
-    threads: Count
-    threads_wait: dict[str, Any]
-    first_losses: tuple[float, ...]
-    device_total_bytes: Amount | None
-    offers: tuple[str, ...]
-    compiled_frames: Count
-    graphs: Count
-    graph_breaks: Count
-    recompiles: Count
-
-
-class Operator(TypedDict, total=False):
-    """An operator of a profile, and its exclusive seconds."""
-
-    name: Required[str]
-    calls: Required[Amount]
-    self_cpu_seconds: Amount | None
-    self_device_seconds: Amount | None
-
-
-class Span(TypedDict):
-    """What ran beside the phases of a step, and its part that ran while others did."""
-
-    seconds: Amount
-    overlapped_seconds: Amount
-
-
-class Profiled(TypedDict):
-    """Where the time of a step went, on average."""
-
-    step_seconds: Positive
-    phases: dict[str, Amount]
-
-
-class Spent(Profiled, total=False):
-    """The same without the profiler."""
-
-    residual_seconds: Required[Finite]
-    spans: Required[dict[str, Span]]
-    helpers_cpu_seconds: Amount
-    host_ahead_seconds: Finite | None
-    host_phases: dict[str, Amount]
-
-
-class RankBudget(TypedDict, total=False):
-    """Steps of a rank as they are, with a wait after each phase, and under the profiler."""
-
-    unsynchronised: Required[Spent]
-    synchronised: Required[Spent]
-    profiled: Profiled | None
-
-
-class Budget(TypedDict, total=False):
-    """A time budget of at least one rank."""
-
-    steps: Required[Count]
-    ranks: Required[tuple[RankBudget, ...]]
-    others_cores: Finite | None
-    stolen_seconds: Finite | None
-    state: dict[str, Finite | None]
-
-
-class Fresh(TypedDict):
-    step_seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
-
-
-class Timed(TypedDict):
-    steps: Positive
-    seconds: Positive
-
-
-class Summed(Timed):
-    """The same under a profiler, and its events summed."""
-
-    inclusive_seconds: Amount
-    exclusive_seconds: Positive
-
-
-class Phased(Timed, total=False):
-    """The same in phases."""
-
-    phases: Required[dict[str, Amount]]
-    cpu_seconds: Required[Amount]
-    gpu_utilisation_percent: Amount | None
-
-
-class Runs(TypedDict):
-    seconds: Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
-
-
-class Counted(TypedDict):
-    parameters: Count
-
-
-class Ways(TypedDict, total=False):
-    fresh: Fresh
-    bars: Timed
-    runs: Runs
-    profiled: Summed
-    phases: Phased
-    one_thread: Phased
-    phases_waited_for: Phased
-    loss_read: Timed
-    unsynchronised: Timed
-    counted: Counted
-    hidden_devices: dict[str, Any]
-    labelled_two: tuple[str, ...]
-
-
-class Profile(TypedDict, total=False):
-    steps: Count
-    operators: tuple[Operator, ...]
-    traces: tuple[str, ...]
-    budget: Budget | None
-    wrong_ways: Ways
-
-
-class Layer(TypedDict):
-    name: str
-    error: Amount
-
-
-class CheckedStep(TypedDict):
-    """A step of a gradient check beside its reference."""
-
-    skipped: bool
-    loss_error: Amount | None
-    gradient_error: Amount | None
-    ranks_error: Amount | None
-    norm_ratio: Amount | None
-    cosine: Finite | None
-    worst_layer: Layer | None
-
-
-class Worst(TypedDict):
-    nonfinite: Count
-
-
-class Gradients(TypedDict, total=False):
-    precision: Required[Annotated[str, Opt(choices=("fp32", "tf32", "bf16", "fp16"))]]
-    hook: Annotated[str, Opt(choices=("none", "bf16", "fp16"))]
-    loss: Required[str]
-    steps: Required[tuple[CheckedStep, ...]]
-    worst: Required[Worst]
-
-
-class Fid(TypedDict, total=False):
-    """A Frechet inception distance, or the reason why there is none."""
-
-    images: Required[Count]
-    steps: Required[Count]
-    inception_sha256: Required[str]
-    fid: Amount
-    reason: str
-
-
-class Samples(TypedDict):
-    """Images that a trial drew, in one row: base64 of a PNG."""
-
-    png: str
-    images: Count
-    sampler: str
-    steps: Count
-
-
-class Parts(TypedDict, total=False):
-    """Of witness, quality and look."""
-
-    gradients: Gradients | None
-    samples: Samples | None
-    fid: Fid | None
-    ranks: tuple[Seen, ...]
-    steps: Count
-    losses: Annotated[tuple[float, ...], Opt(least=-1e15, below=1e15)]
-    held_out: tuple[Held, ...]
-    weights_sha256: str
-    sets: tuple[str, ...]
-    log_ratios: dict[str, Annotated[tuple[float, ...], Opt(least=-100, below=100)]]
-    trainer: str | None
-    codes: tuple[str, ...]
-
-
-class _Choices(TypedDict):
-    settings: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]]
-    guess: tuple[Count, ...]
-    left_out: tuple[tuple[str, str], ...]
-
-
-class Choices(_Choices, total=False):
-    """A space as ``plan.Space`` writes it."""
-
-    only: tuple[tuple[str, tuple[str, ...]], ...]
-    preset: str
+# What is read of the parts of a record, which may hold anything besides.
+
+Seconds = Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
+Phases = dict[str, Amount]
+
+# Where a rank ran, what a user's training offers, what a compiler counted.
+_RANK = Entries(
+    **dict.fromkeys(("rank", "threads", "parameters"), Count),
+    **dict.fromkeys(("compiled_frames", "graphs", "graph_breaks", "recompiles"), Count),
+    **dict.fromkeys(("flop", "bytes"), Amount),
+    **dict.fromkeys(("flop_per_image", "device_total_bytes"), Amount | None),
+    device=str,
+    host=str | None,
+    work={str: Entries({"elements": Amount}, flop=Amount)},
+    threads_wait=dict[str, Any],
+    first_losses=tuple[float, ...],
+    offers=tuple[str, ...],
+)
+
+# A time budget of at least one rank: its steps as they are, with a wait after each phase, and under the profiler.
+_PROFILED = {"step_seconds": Positive, "phases": Phases}
+_SPAN = Entries({"seconds": Amount, "overlapped_seconds": Amount})  # beside the phases, a part of it while others ran
+_SPENT = Entries(
+    {**_PROFILED, "residual_seconds": Finite, "spans": {str: _SPAN}},
+    helpers_cpu_seconds=Amount,
+    host_ahead_seconds=Finite | None,
+    host_phases=Phases,
+)
+_RANK_BUDGET = Entries({"unsynchronised": _SPENT, "synchronised": _SPENT}, profiled=(Entries(_PROFILED), None))
+_BUDGET = Entries(
+    {"steps": Count, "ranks": [_RANK_BUDGET]},
+    **dict.fromkeys(("others_cores", "stolen_seconds"), Finite | None),
+    state=dict[str, Finite | None],
+)
+
+# Wrong ways to measure: steps that are timed as they are, under a profiler whose events are summed, and in phases.
+_TIMED = {"steps": Positive, "seconds": Positive}
+_PHASED = Entries({**_TIMED, "phases": Phases, "cpu_seconds": Amount}, gpu_utilisation_percent=Amount | None)
+_WAYS = Entries(
+    fresh=Entries({"step_seconds": Seconds}),
+    runs=Entries({"seconds": Seconds}),
+    profiled=Entries({**_TIMED, "inclusive_seconds": Amount, "exclusive_seconds": Positive}),
+    counted=Entries({"parameters": Count}),
+    hidden_devices=dict[str, Any],
+    labelled_two=tuple[str, ...],
+    **dict.fromkeys(("bars", "loss_read", "unsynchronised"), Entries(_TIMED)),
+    **dict.fromkeys(("phases", "one_thread", "phases_waited_for"), _PHASED),
+)
+
+PROFILE = Entries(
+    steps=Count,
+    operators=[
+        Entries({"name": str, "calls": Amount}, self_cpu_seconds=Amount | None, self_device_seconds=Amount | None)
+    ],
+    traces=tuple[str, ...],
+    budget=(_BUDGET, None),
+    wrong_ways=_WAYS,
+)
+
+# A gradient check, each step beside its reference.
+_ERRORS = dict.fromkeys(("loss_error", "gradient_error", "ranks_error", "norm_ratio"), Amount | None)
+_LAYER, _WORST = Entries({"name": str, "error": Amount}), Entries({"nonfinite": Count})
+_CHECKED_STEP = Entries({"skipped": bool, **_ERRORS, "cosine": Finite | None, "worst_layer": (_LAYER, None)})
+_GRADIENTS = Entries(
+    {"precision": Annotated[str, Opt(choices=PRECISIONS)], "loss": str, "steps": [_CHECKED_STEP], "worst": _WORST},
+    hook=Annotated[str, Opt(choices=HOOKS)],
+)
+
+# Of witness, quality and look. Images that a trial drew are in one row, as base64 of a PNG.
+PARTS = Entries(
+    ranks=[_RANK],
+    gradients=(_GRADIENTS, None),
+    samples=(Entries({"png": str, "images": Count, "sampler": str, "steps": Count}), None),
+    fid=(Entries({"images": Count, "steps": Count, "inception_sha256": str}, fid=Amount, reason=str), None),
+    steps=Count,
+    losses=Annotated[tuple[float, ...], Opt(least=-1e15, below=1e15)],
+    held_out=[Entries({"images": Count, "loss": Finite})],
+    weights_sha256=str,
+    sets=tuple[str, ...],
+    log_ratios=dict[str, Annotated[tuple[float, ...], Opt(least=-100, below=100)]],
+    trainer=str | None,
+    codes=tuple[str, ...],
+)
+SPACE = Entries(  # as plan.Space writes it
+    {
+        "settings": dict[str, tuple[tuple[str, str, dict[str, Any]], ...]],
+        "guess": tuple[Count, ...],
+        "left_out": tuple[tuple[str, str], ...],
+    },
+    only=tuple[tuple[str, tuple[str, ...]], ...],
+    preset=str,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,11 +296,11 @@ class RunRecord:
     warmup_steps: Count = 0
     ranks: tuple[RankRecord, ...] = ()
     windows: tuple[Window, ...] = ()
-    witness: Annotated[dict[str, Any], Parts] = field(default_factory=dict)
-    profile: Annotated[dict[str, Any], Profile] | None = None
-    quality: Annotated[dict[str, Any], Parts] | None = None
-    space: Annotated[dict[str, Any], Choices] | None = None
-    look: Annotated[dict[str, Any], Parts] | None = None
+    witness: Annotated[dict[str, Any], PARTS] = field(default_factory=dict)
+    profile: Annotated[dict[str, Any], PROFILE] | None = None
+    quality: Annotated[dict[str, Any], PARTS] | None = None
+    space: Annotated[dict[str, Any], SPACE] | None = None
+    look: Annotated[dict[str, Any], PARTS] | None = None
     schema: int = SCHEMA
 
     @property
@@ -480,16 +358,6 @@ _fields = reader(RunRecord)
 def _configuration(text: str) -> RunConfig:
     """A configuration from its JSON: thousands of records share a few, and with them what is computed from one."""
     return RunConfig.from_dict(json.loads(text))
-
-
-HOST_THREADS = 2
-"""Cores that a rank on a GPU wants: one launches the kernels of a step forwards, one backwards."""
-CROWDED_CORES = 0.25
-"""A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
-CROWDED_SHARE = 0.2
-"""A set with more than this share of its measured time in crowded turns does not count, and is measured again."""
-BUSY_GPU_PERCENT = 10.0
-"""Share of a GPU's time that other processes may take before a turn on it is crowded."""
 
 
 def set_log_ratio(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> float:

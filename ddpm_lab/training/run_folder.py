@@ -11,12 +11,12 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Required, TextIO, TypedDict
+from typing import Annotated, Any, TextIO
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.declared import Opt, parsed, reader
+from ddpm_lab.declared import Entries, Opt, parsed
 from ddpm_lab.files import NOT_IN_FILES, check_room, lock, replace, settings_text, writing
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
@@ -111,15 +111,8 @@ def _text(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-class _Row(TypedDict, total=False):
-    step: Required[int]
-    loss: Required[float]
-    images_per_second: Annotated[float, Opt(above=0)]
-    held_out_loss: float
-    settings: str
-
-
-_row = reader(_Row)
+_rate = Annotated[float, Opt(above=0)]
+_ROW = Entries({"step": int, "loss": float}, images_per_second=_rate, held_out_loss=float, settings=str)
 
 
 def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
@@ -128,7 +121,7 @@ def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError):
         for line in (folder / LOG).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
-                row = _row(parsed(line), "")
+                row = _ROW.read(parsed(line), "")
                 if following < row["step"] <= last:
                     following = row["step"]
                     yield row
