@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,18 +28,7 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import (
-    LEAST_SETS,
-    OTHERS,
-    PRIMARY,
-    RESOLUTION,
-    SEARCH,
-    TUNED,
-    Experiment,
-    Family,
-    Plan,
-    usual_network,
-)
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Family, Plan, usual_network
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
@@ -49,25 +37,11 @@ from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.recommendation import all_cores_first
 from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, Cohort, RunRecord
-from ddpm_lab.training.setting import (
-    OWN_DATA,
-    Images,
-    Setup,
-    check_brought,
-    check_cores,
-    check_name,
-    check_ranks,
-    code_of,
-    look_at,
-    usual_device,
-    usual_settings,
-    with_own,
-)
+from ddpm_lab.training import setting
+from ddpm_lab.training.setting import OWN_DATA, Images, Setup, code_of, usual_device
 
-LEAST_PLACE_SECONDS = 1.0
-"""What one configuration in one set takes at least, where nothing is known of it."""
-MOST_SETS = 100
-"""Where a resolution says how many sets are measured, and nothing else limits them."""
+LEAST_PLACE_SECONDS = 1.0  # what one configuration in one set takes at least, where nothing is known of it
+MOST_SETS = 100  # where a resolution says how many sets are measured, and nothing else limits them
 LEAST_RESOLUTION = 0.001
 """So many sets find a difference of this size where they scatter by 0.25 %: the quietest machines do."""
 
@@ -130,7 +104,7 @@ class Settings:
         choice("experiment", question, (*questions(), *STAGES))
         device = usual_device(self.device)
         choice("device", device, DEVICES)
-        check_ranks(device, 1, len(hardware.gpus()), 1)
+        setting.check_ranks(device, 1, len(hardware.gpus()), 1)
         if self.network is not None:
             choice("network", self.network, NETWORKS)
         if self.image_sizes is not None:
@@ -138,8 +112,8 @@ class Settings:
         whole("seed", self.seed, 0)
         if self.workload is not None:
             names = ("data", "held_out", "skip_bad", "network", "image_size", "image_sizes")
-            check_brought(self.workload, {name: getattr(self, name) for name in names})
-            check_name(question, self.workload)
+            setting.check_brought(self.workload, {name: getattr(self, name) for name in names})
+            setting.check_name(question, self.workload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +142,7 @@ class Planned:
     def cohort(self) -> Cohort:
         """Machine, code, data and plan of its records; images of further sizes are further data."""
         c = self.campaign
-        data = c.experiment.configurations[0].data_sha256
-        return (c.machine_key, c.instrument.code.key, data, c.target.plan.key)
+        return (c.machine_key, c.instrument.code.key, c.experiment.configurations[0].data_sha256, c.target.plan.key)
 
     @property
     def measured_sets(self) -> int:
@@ -196,9 +169,12 @@ class Planned:
 
         What it returns is of fewer cores where the machine was too busy for all of them.
         """
+        if seconds is None and self.campaign.target.seconds == 0:  # a page of a report, which measures for all of them
+            if look:
+                self.campaign.look()
+            return self
         planned = self
-        none = seconds is None and self.campaign.target.seconds == 0
-        with nullcontext(False) if none else measuring(self.progress.always) as waited:
+        with measuring(self.progress.always) as waited:
             if waited and self.on_cores:  # what was measured meanwhile took cores, and may have chosen them
                 planned = self.on_cores(None)
             if waited or seconds is not None:
@@ -206,11 +182,14 @@ class Planned:
                 time = target.seconds if seconds is None else seconds
                 planned = planned.renewed(seconds=time, decided=target.decided)
             campaign = planned.campaign
-            if campaign.target.seconds != 0:
-                with _told(campaign, self.progress):
-                    campaign.run(self.progress, stages=stages, look=look)
-            elif look:
-                campaign.look()
+            try:
+                campaign.run(self.progress, stages=stages, look=look)
+            except KeyboardInterrupt as stopped:
+                if not self.progress.in_notebook:  # the command line has a sentence of its own
+                    raise
+                kept = campaign.measured_sets
+                most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
+                raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
             if campaign.crowded_out and (again := self._on_free_cores()):
                 left = campaign.seconds_left()
                 if left is not None:  # an answer is worth more than the time
@@ -218,8 +197,7 @@ class Planned:
                 found = again.measure(seconds=left, stages=stages, look=look)
                 return replace(found, before=found.before + campaign.measured_sets)
         count = campaign.measured_sets
-        if not none:  # as on a page of a report, which measures for all pages together
-            self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned
 
     def _on_free_cores(self) -> Planned | None:
@@ -236,19 +214,6 @@ class Planned:
         return again
 
 
-@contextmanager
-def _told(campaign: Campaign, progress: Progress) -> Iterator[None]:
-    """Make an interrupt in a notebook one sentence; the command line has its own."""
-    try:
-        yield
-    except KeyboardInterrupt as stopped:
-        if not progress.in_notebook:
-            raise
-        kept = campaign.measured_sets
-        most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
-        raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
-
-
 def plan_question(name: str, **settings: Any) -> Planned:
     """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
@@ -259,12 +224,10 @@ def plan_question(name: str, **settings: Any) -> Planned:
     asked.check(name)
     scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
-    own_plan = SEARCH_PLAN if name == SEARCH else None if name in STAGES else every_question()[name].about.plan
-    plan = own_plan or scope.plan
+    plan = (SEARCH_PLAN if name == SEARCH else every_question()[name].about.plan) or scope.plan
     plan = replace(plan, turns=scope.plan.turns) if smoke else plan
     target = _target(plan, asked.sets, asked.minutes, asked.resolution, planned=scope.sets)
-    exact = target.exact or smoke
-    target = replace(target, exact=exact, further=asked.further, cold_compiles=scope.cold_compiles)
+    target = replace(target, exact=target.exact or smoke, further=asked.further, cold_compiles=scope.cold_compiles)
     own = target.seconds if asked.workload else None
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
@@ -298,7 +261,7 @@ def plan_experiment(
     output: Path,
     data_name: str,
     plan: Plan,
-    resolution: float = RESOLUTION,
+    resolution: float = stats.RESOLUTION,
     minutes: float | None = None,
     sets: int = MOST_SETS,
     quiet: bool = False,
@@ -361,12 +324,10 @@ def _experiment(
     name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target, *, progress: Progress
 ) -> tuple[Experiment, Instrument]:
     """The experiment with its images prepared, and the instrument, which then knows images and code."""
-    device, most, own = usual_device(asked.device), instrument.usable_cores, asked.workload is not None
-    cores = most if asked.preset == "smoke" and not asked.cores else asked.cores  # it calls nothing
-    grid, fleet = dict(asked.grid), current()
+    device, grid, fleet = usual_device(asked.device), dict(asked.grid), current()
     network = asked.network or usual_network(device, name)
-    work, batch = asked.workload or network, grid.get("global_batch_size")
-    cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own, work=work, batch=batch)
+    work = asked.workload or network
+    cores = cores_of(name, asked, instrument, ledger, target=target, device=device, work=work)
     compiles = name == "torch_compile" and grid.get("precision") is None and device == "cpu"
     setup = Setup(
         preset=asked.preset,
@@ -375,7 +336,7 @@ def _experiment(
         device=device,
         gpus=len(hardware.gpus()),
         usable_cores=cores,
-        limited=cores < most,
+        limited=cores < instrument.usable_cores,
         seed=asked.seed,
         oversubscribe=asked.oversubscribe,
         hosts=len(fleet.hosts) if fleet else 1,
@@ -386,8 +347,8 @@ def _experiment(
         setup = replace(setup, images=Images(folder="", sha256="", name="", image_size=size))
         ask(name, setup, **grid)  # refuses a wrong size or grid before an image is decoded or a rank is started
         if asked.workload is not None:
-            found, code = look_at(asked.workload, instrument, device=device, seed=asked.seed)
-            setup, instrument = with_own(setup, found), replace(instrument, code=code)
+            found, code = setting.look_at(asked.workload, instrument, device=device, seed=asked.seed)
+            setup, instrument = setting.with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
             probing = asked.preset != "smoke" and target.seconds != 0
@@ -408,7 +369,7 @@ def _trained_with(
     setup: Setup, given: Mapping[str, Any], output: Path, progress: Progress, *, probing: bool
 ) -> dict[str, Any]:
     """The settings that ``given`` leaves open, as ``train`` chooses them here."""
-    usual = {name: value for name, value in usual_settings(setup.device).items() if name not in given}
+    usual = {name: value for name, value in setting.usual_settings(setup.device).items() if name not in given}
     if given.get("compile", "off") != "off" or not given.get("channels_last", True):
         usual.pop("kernels", None)  # fused kernels work eagerly and in channels-last alone
     config = replace(ask("bottleneck", setup, **given, **usual).profiles[0][2], purpose="timing")
@@ -456,16 +417,7 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
 
 
 def cores_of(
-    name: str,
-    asked: int | None,
-    device: str,
-    instrument: Instrument,
-    ledger: Ledger,
-    *,
-    target: Target,
-    own: bool,
-    work: str,
-    batch: int | None,
+    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, *, target: Target, device: str, work: str
 ) -> int:
     """Cores to measure a question with: those asked for, those of its earlier sets here, or those that are free.
 
@@ -473,13 +425,13 @@ def cores_of(
     measures nothing again by itself. Of several answers that with all cores leads; sets that compared nothing, for want
     of cores, choose none for further ones.
     """
-    most = instrument.usable_cores
-    if asked is not None:
-        whole("cores", asked, 1)
-        if asked > most:
-            raise ConfigError(f"cores is {asked}: {most} are usable here, give at most that")
-        return asked
-    if device == "cuda" or most == 1:
+    most, own, batch = instrument.usable_cores, asked.workload is not None, asked.grid.get("global_batch_size")
+    if asked.cores is not None:
+        whole("cores", asked.cores, 1)
+        if asked.cores > most:
+            raise ConfigError(f"cores is {asked.cores}: {most} are usable here, give at most that")
+        return asked.cores
+    if device == "cuda" or most == 1 or asked.preset == "smoke":  # which calls nothing
         return most
     mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, hardware.machine().key)]
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
@@ -500,10 +452,7 @@ def cores_of(
 
 
 def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
-    """The precision in which a CPU compiles a network, or a training of the user's.
-
-    That of earlier sets, else bf16 if it was called faster, or fp32.
-    """
+    """In what a CPU compiles a network, or the user's training: as in earlier sets, bf16 if called faster, or fp32."""
     here = (hardware.machine().key, instrument.code.key)
     mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
     wanted = ("torch_compile", "baseline", plan.key)
@@ -522,12 +471,7 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
 
 
 def plan_pair(
-    pair: tuple[RunConfig, RunConfig],
-    names: tuple[str, str],
-    *,
-    output: Path,
-    cores: int | None = None,
-    **how: Any,
+    pair: tuple[RunConfig, RunConfig], names: tuple[str, str], *, output: Path, cores: int | None = None, **how: Any
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
@@ -540,8 +484,8 @@ def plan_pair(
     free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
     for config in pair:
         ranks, gpus = config.world_size, len(hardware.gpus())
-        check_ranks(config.device, ranks, gpus, free, limited=free < most)
-        check_cores("loader_workers", config.loader_workers, most, ranks)
+        setting.check_ranks(config.device, ranks, gpus, free, limited=free < most)
+        setting.check_cores("loader_workers", config.loader_workers, most, ranks)
     one, two = (on_cores(config, free) for config in pair)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
