@@ -303,7 +303,7 @@ class Campaign:
         for family in {f.baseline.run_id: f for f in self.experiment.families}.values():
             found = self.held.evaluated(base := family.baseline.run_id)
             if self.target.sets >= LEAST_SETS and not set(found["sets"]) <= self.held.looked(base):
-                one = self._told("look", family.name, family.baseline_label, family.baseline, family.baseline)
+                one = self.told("look", family.name, family.baseline_label, family.baseline, family.baseline)
                 date = date or one.date
                 told.append(replace(one, look=found, environment=replace(one.environment, date=date)))
         if told:
@@ -311,12 +311,12 @@ class Campaign:
 
     def _note(self, family: str, label: str, config: RunConfig | None, baseline: RunConfig, reason: str) -> None:
         """A row for what is not measured, once. Without a configuration of its own it carries the baseline's."""
-        record = self._told("note", family, label, config or baseline, baseline)
+        record = self.told("note", family, label, config or baseline, baseline)
         record = replace(record, status="left out", reason=reason)
         if not self.held.noted(record):
             self._append([record])
 
-    def _told(self, role: str, family: str, label: str, config: RunConfig, baseline: RunConfig) -> RunRecord:
+    def told(self, role: str, family: str, label: str, config: RunConfig, baseline: RunConfig) -> RunRecord:
         """A record of something that was not run."""
         return RunRecord(
             set_id="",

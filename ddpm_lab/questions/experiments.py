@@ -11,31 +11,20 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, LabError, choice, missing_to_explain, number
-from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.selection import (
-    BESIDE_OTHERS,
-    LOOK,
-    RECOMMENDATION,
-    TRIAL,
-    Study,
-    machine_key,
-    note,
-    read_study,
-    study,
-)
+from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, machine_key, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
@@ -43,7 +32,7 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
-from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, SEARCH, Cell, Experiment, Space
+from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Space
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
@@ -54,6 +43,14 @@ from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
+PRIMARY_SHARE = 0.75  # of the time that is left, which the primary comparisons still to come may take
+LEAST_SECONDS = 12.0  # less time is not worth the start of a question
+MOST_SETS = 60  # of a search; it ends before where little is left to be found, or the time is over; ``smoke`` has one
+SMOKE_CELLS = 3
+LEAST_MINUTES = 0.5
+SEARCH_SHARE, BESIDE_TRIALS = 0.6, 0.3
+"""Share of the time that a search may take; the rest measures again what it found, and trains it if that is asked."""
+Files = Sequence[str | Path] | str | Path
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
 
@@ -62,7 +59,7 @@ def run(
     name: str,
     *,
     output_dir: str | Path | None = None,
-    ledger: Sequence[str | Path] | str | Path | None = None,
+    ledger: Files | None = None,
     machine: str | None = None,
     published: bool | None = None,
     bands: object = DEFAULT,
@@ -81,7 +78,7 @@ def run(
     if published is not None and not isinstance(published, bool):
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
-        shown = _stored(name, output_dir, ledger, machine, workload=settings.get("workload"))
+        shown = _stored(name, output_folder(output_dir), ledger, machine, workload=settings.get("workload"))
         _tell_idle(settings, "preset", "workload", how="without ledger and machine they are measured")
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
         shown = _published(name, output_folder(output_dir))
@@ -109,10 +106,7 @@ def measured_here(name: str, output_dir: str | Path | None, *, workload: str | N
 
 
 def _published(name: str, output: Path) -> Study:
-    """The records of this machine that answer a question, or else of those that came with the checkout the latest.
-
-    Among the latter this machine's own go first.
-    """
+    """The records of this machine for a question, or else the latest that came with the checkout, its own first."""
     if (mine := measured_here(name, output)).records:
         return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
@@ -161,7 +155,7 @@ def recommendation(
     preset: str = "quick",
     minutes: float | None = None,
     output_dir: str | Path | None = None,
-    ledger: Sequence[str | Path] | str | Path | None = None,
+    ledger: Files | None = None,
     machine: str | None = None,
     workload: str | None = None,
     **settings: Any,
@@ -174,9 +168,11 @@ def recommendation(
     user's in place of the lab's own; the other settings, and the errors, are those of ``recommend``.
     """
     choice("preset", preset, PRESETS)
-    output, measures = output_folder(output_dir), ledger is None and machine is None
-    of, searched = {name: settings.get(name) for name in ("network", "device")}, False
-    if measures and (preset != "quick" if minutes is None else minutes > 0):
+    output, searched = output_folder(output_dir), False
+    of = {name: settings.get(name) for name in ("network", "device")}
+    if ledger is not None or machine is not None:
+        return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
+    if preset != "quick" if minutes is None else minutes > 0:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in SEARCHED}
@@ -190,8 +186,6 @@ def recommendation(
         else:
             base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
             of = {"network": None if base.is_own else base.network, "device": base.device}
-    if not measures:
-        return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
     if searched or _may_replace(output / FILE, shown):
         write_settings(shown)
@@ -214,17 +208,12 @@ def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
 
 
 def _stored(
-    name: str,
-    output_dir: str | Path | None,
-    ledger: Sequence[str | Path] | str | Path | None,
-    machine: str | None,
-    *,
-    workload: str | None = None,
-    network: str | None = None,
-    device: str | None = None,
+    name: str, output: Path, ledger: Files | None, machine: str | None, *, workload: str | None = None, **of: str | None
 ) -> Study:
-    """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's."""
-    output = output_folder(output_dir)
+    """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's.
+
+    Those ``of`` a network and device, where these are named.
+    """
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
 
     def mine(heads: Sequence[Head]) -> list[Head]:
@@ -239,8 +228,9 @@ def _stored(
         return found
 
     found = read_study(files, name, output, machine=machine, among=mine)
-    records = [r for r in found.records if network is None or r.config.network == network]
-    return dataclasses.replace(found, records=tuple(r for r in records if device is None or r.config.device == device))
+    wanted = {name: value for name, value in of.items() if value is not None}.items()
+    alike = (r for r in found.records if all(getattr(r.config, name) == value for name, value in wanted))
+    return dataclasses.replace(found, records=tuple(alike))
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -279,12 +269,6 @@ def combination(planned: Planned) -> Planned | None:
     return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
 
 
-PRIMARY_SHARE = 0.75
-"""Of the time that is left, which the primary comparisons still to come may take."""
-LEAST_SECONDS = 12.0
-"""Less time is not worth the start of a question."""
-
-
 def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: Callable[[str, str], None]) -> int:
     """Measure what questions (name -> settings) lack within ``seconds``; returns the sets that were added.
 
@@ -301,7 +285,9 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             return plan_question(name, further=False, say=partial(say, name), **asked[name])
         return None
 
-    _check_first(map(plan, asked), seconds)
+    comparing = (p for p in map(plan, asked) if p and any(family.candidates for family in p.experiment.families))
+    if (first := next(comparing, None)) and first.campaign.missing():
+        check_time(first.renewed(seconds=max(seconds, 1.0)).campaign)
     for count, name in enumerate(asked):
         planned = plan(name)
         if planned is None or not planned.campaign.missing():
@@ -328,15 +314,6 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     return added_sets
 
 
-def _check_first(questions: Iterable[Planned | None], seconds: float) -> None:
-    """Raise ConfigError if the time is too short for the first question that compares something."""
-    for planned in questions:
-        if planned and any(family.candidates for family in planned.experiment.families):
-            if planned.campaign.missing():
-                check_time(planned.renewed(seconds=max(seconds, 1.0)).campaign)
-            return
-
-
 @contextlib.contextmanager
 def _going_on(name: str, say: Callable[[str, str], None]) -> Iterator[None]:
     """Turn what is refused of one question into a line: the others go on."""
@@ -347,13 +324,6 @@ def _going_on(name: str, say: Callable[[str, str], None]) -> Iterator[None]:
 
 
 # --- a search, and the sets that measure again what it found ----------------------------------------------------------
-
-MOST_SETS = 60
-"""Of a search; it ends before where little is left to be found, or the time is over. ``smoke`` has one."""
-SMOKE_CELLS = 3
-LEAST_MINUTES = 0.5
-SEARCH_SHARE, BESIDE_TRIALS = 0.6, 0.3
-"""Share of the time that a search may take; the rest measures again what it found, and trains it if that is asked."""
 
 
 def recommend(
@@ -385,12 +355,13 @@ def recommend(
     ends = time.monotonic() + seconds
     trained = preset == "full" if seeds is None else bool(seeds)
     search_ends = ends - (0.0 if minutes is None else seconds * (1 - (BESIDE_TRIALS if trained else SEARCH_SHARE)))
-    limits: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
-    planned = plan_question(SEARCH, **limits, **settings)
+    planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
     space = planned.campaign.experiment.space
     if space is None:  # the user's training does its own steps
         raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
-    settings |= _settings_of(space.baseline)
+    base = space.baseline  # what is found is measured on the same device, cores and network
+    settings |= {"device": base.device, "cores": base.threads * base.node_size or hardware.usable_cores()}
+    settings |= {} if base.is_own else {"network": base.network}
     settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
     plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
     with measuring(planned.progress.always) as waited:
@@ -406,13 +377,6 @@ def recommend(
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
                 return dataclasses.replace(measured, before=measured.before + planned.campaign.measured_sets)
             # Trials call the winner worse: search without it.
-
-
-def _settings_of(config: RunConfig) -> dict[str, Any]:
-    """Settings with which a question measures on the device, cores and network of a configuration."""
-    cores = config.threads * config.node_size or hardware.usable_cores()
-    network = {} if config.is_own else {"network": config.network}
-    return {"device": config.device, "cores": cores, **network}
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
@@ -465,20 +429,9 @@ def find(
 def _note_space(campaign: Campaign, space: Space) -> None:
     """Record what the search could choose from, and which family measures again what it found, once for each answer."""
     (family,) = campaign.experiment.families
-    record = RunRecord(
-        set_id="",
-        experiment=RECOMMENDATION,
-        family=family.name,
-        role="space",
-        label=family.candidates[0][0] if family.candidates else family.baseline_label,
-        config=space.baseline,
-        baseline_id=space.baseline.run_id,
-        plan=campaign.target.plan,
-        environment=hardware.environment(),
-        code_version=campaign.instrument.code.key,
-        data_name=campaign.instrument.data_name,
-        space=space.as_dict(),
-    )
+    label = family.candidates[0][0] if family.candidates else family.baseline_label
+    record = campaign.told("space", family.name, label, space.baseline, space.baseline)
+    record = dataclasses.replace(record, space=space.as_dict())
     here = ("space", record.machine.key, record.code_version)
     told, _ = campaign.ledger.read(lambda heads: [h for h in heads if (h.role, h.machine.key, h.cohort[1]) == here])
     said = attrgetter("family", "space", "run_id", "plan")
