@@ -37,12 +37,9 @@ from ddpm_lab.record import RunRecord, moment
 QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
 FILE = "recommended.toml"
-STEPS = 800_000
-"""Of a full training of the baseline: the steps of Ho et al. (2020) on CIFAR-10."""
-USUAL_SIZE = 32
-"""Pixels of a side, of CIFAR-10."""
-UNTRIED = "quality not shown"
-"""Status of an answer that trials would complete."""
+STEPS = 800_000  # of a full training of the baseline: the steps of Ho et al. (2020) on CIFAR-10
+USUAL_SIZE = 32  # pixels of a side, of CIFAR-10
+UNTRIED = "quality not shown"  # status of an answer that trials would complete
 
 
 # --- changes, each with its measured gain, the verdict on its quality, and a command ----------------------------------
@@ -157,10 +154,7 @@ def single(c: Comparison) -> bool:
 
 
 def measured(study: Study) -> list[Comparison]:
-    """Return the comparisons of single changes of a training step, those with sets, the primary ones first.
-
-    All of the network and device that are ``_shown``.
-    """
+    """Return the comparisons, with sets, of single changes of what is ``_shown``, the primary ones first."""
     work = _shown(study)
     return sorted((c for c in _every(study) if _work(c.baseline) == work), key=lambda c: not c.primary)
 
@@ -225,8 +219,7 @@ def _of_format(change: Comparison, rows: Sequence[Comparison]) -> list[Compariso
     found = [c for c in rows if c.experiment == "amp" and c.config.precision == base.precision]
     found = [c for c in found if c.config.device == base.device]
     names = ("workload", "network", "world_size", "global_batch_size")
-    alike = [c for c in found if all(getattr(c.config, name) == getattr(base, name) for name in names)]
-    return alike or found
+    return [c for c in found if all(getattr(c.config, name) == getattr(base, name) for name in names)] or found
 
 
 def combination(study: Study) -> Family | None:
@@ -246,21 +239,15 @@ def combination(study: Study) -> Family | None:
                 labels.append(c.label)
     if base is None or config is None or len(labels) < 2:
         return None
-    return Family(
-        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
-        baseline=base,
-        baseline_label=phrases.settings(base),
-        candidates=((", ".join(labels), config),),
-        primary=", ".join(labels),
-        together=True,
-    )
+    name, label = f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}", ", ".join(labels)
+    joined: dict[str, Any] = {"candidates": ((label, config),), "primary": label, "together": True}
+    return Family(name=name, baseline=base, baseline_label=phrases.settings(base), **joined)
 
 
 def together(study: Study) -> list[Comparison]:
     """Return the combinations that were measured of the same network and device, the latest first."""
-    works = {_work(c.baseline) for c in measured(study)}
     every = [c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets]
-    return [c for c in every[::-1] if _work(c.baseline) in works]
+    return [c for c in every[::-1] if _work(c.baseline) == _shown(study)]
 
 
 def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
@@ -273,26 +260,16 @@ def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Compariso
 
 
 def _fastest(study: Study, good: Sequence[Comparison]) -> tuple[Comparison, list[Comparison]]:
-    """Return the latest combination and its parts, or a change that could have joined it where that is faster still.
+    """Return the latest combination and its parts, or a change of the same baseline where that is faster still.
 
     Without a combination it is the first of the ``good`` changes, which come by their gain, each over its own baseline.
     """
     for joined in together(study):
         if parts := parts_of(joined, good):
-            rival = next((c for c in good if _could_join(c, joined.baseline)), joined)
+            setup = {"seed", "threads", "data_sha256"}
+            rival = next((c for c in good if c.baseline.differences(joined.baseline).keys() <= setup), joined)
             return (joined, parts) if joined.ratio.value >= rival.ratio.value else (rival, [rival])
     return good[0], [good[0]]
-
-
-def _could_join(c: Comparison, base: RunConfig) -> bool:
-    """Whether a change was measured from where a combination sets out, and can be made there."""
-    if c.baseline.differences(base).keys() - {"seed", "threads", "data_sha256"}:
-        return False
-    new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
-    with contextlib.suppress(ConfigError):
-        replace(base, **new)
-        return True
-    return False
 
 
 # --- what they come to ------------------------------------------------------------------------------------------------
@@ -320,8 +297,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         headline = f"{findings.difference(best)}{_for(best.baseline)}; quality {best.quality}"
-        found = about(study, best, headline, *warnings)
-        return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
+        return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
@@ -453,14 +429,9 @@ def recommendation(study: Study) -> Recommendation | None:
     steps = _steps(fresh, space, baseline, rows, trials)
     count = _as_far_as(steps, GOOD)
     belief = believe(space, found)
-    return Recommendation(
-        study=fresh,
-        steps=steps,
-        count=count,
-        reach=max(count, _as_far_as(steps, OPEN)),
-        belief=belief,
-        tried=_tried(belief, len(found), [r for r in (*searched, *mine) if r.role == "candidate" and r.status != "ok"]),
-    )
+    failed = [r for r in (*searched, *mine) if r.role == "candidate" and r.status != "ok"]
+    reach, tried = max(count, _as_far_as(steps, OPEN)), _tried(belief, len(found), failed)
+    return Recommendation(study=fresh, steps=steps, count=count, reach=reach, belief=belief, tried=tried)
 
 
 def _tried(belief: Belief, sets: int, failed: Sequence[RunRecord]) -> str:
@@ -548,8 +519,8 @@ def _of_search(found: Recommendation) -> Finding:
 def _search_command(study: Study, space: Space) -> str:
     """The command that goes on with a search."""
     base = space.baseline
-    words = ["ddpm-lab recommend --workload", shlex.quote(base.work_name)] if base.is_own else ["ddpm-lab recommend"]
-    words += [] if base.is_own else ["--network", base.network]
+    words = ["ddpm-lab recommend"]
+    words += ["--workload", shlex.quote(base.work_name)] if base.is_own else ["--network", base.network]
     words += ["--preset", space.preset] * (space.preset == "full")
     words += [f"--batch-size {base.global_batch_size}"]
     words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in space.only]

@@ -29,17 +29,13 @@ from ddpm_lab.training.setting import Batch, Setup, usual_settings
 SEARCH_PLAN = Plan(turns=6)
 """Half as many turns as elsewhere: a search has no verdict to give, and more sets for those that stay in the race."""
 _WORKERS = {"smoke": (0,), "quick": (0, 1, 2), "full": (0, 1, 2, 8)}
-_BATCHES = {"smoke": (1,), "quick": (1, 2, 4), "full": (1, 2, 4)}
-"""Multiples of the baseline's batch."""
+_BATCHES = {"smoke": (1,), "quick": (1, 2, 4), "full": (1, 2, 4)}  # multiples of the baseline's batch
 _EAGER, _WHOLE = {"compile": "off"}, {"compile": "whole"}
 _CUDA, _GPU = "needs a CUDA device", "need a GPU"
 
 
 def search(
-    setup: Setup,
-    *,
-    global_batch_size: Batch = None,
-    only: Mapping[str, Sequence[object]] | None = None,
+    setup: Setup, *, global_batch_size: Batch = None, only: Mapping[str, Sequence[object]] | None = None
 ) -> Experiment:
     """Every combination of settings that can apply here; the first value of each makes the baseline, a plain step.
 
@@ -155,13 +151,9 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
             pair = Family(name=name, baseline=cells[before], baseline_label=START, candidates=((label, config),))
             trials += identity_trials(pair)
     found = rows[-1][0] if rows else ""
+    name, ordered = f"{name}, {found}" if found else name, (*rows[-1:], *rows[:-1])
     family = Family(
-        name=f"{name}, {found}" if found else name,
-        baseline=space.baseline,
-        baseline_label=START,
-        candidates=(*rows[-1:], *rows[:-1]),
-        together=True,
-        primary=found,
+        name=name, baseline=space.baseline, baseline_label=START, candidates=ordered, together=True, primary=found
     )
     return Experiment(name=RECOMMENDATION, families=(family,), trials=trials, space=space)
 
@@ -182,12 +174,9 @@ FEW_SETS = -1.2816
 """The 10 % point of the normal distribution: noise is taken to be as large as so few twins can leave open."""
 TOLERANCE, RIVALS = 0.001, 10
 """Expected improvement, in logarithm, at which a search ends; no rival has less than so many parts of the largest."""
-SIMPLER = 0.005
-"""Of cells whose speed differs by less the one with the fewest changes wins."""
-LEAST_SETS, TRIES, AT_ONCE = 2, 2, 5
-"""Sets of a winner, failures after which a cell is given up, and cells in a set."""
-COMPILE_SHARE = 0.5
-"""Of the time that is left: no more is spent on a first compile."""
+SIMPLER = 0.005  # of cells whose speed differs by less the one with the fewest changes wins
+LEAST_SETS, TRIES, AT_ONCE = 2, 2, 5  # sets of a winner, failures after which a cell is given up, and cells in a set
+COMPILE_SHARE = 0.5  # of the time that is left: no more is spent on a first compile
 
 
 def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]:
@@ -335,8 +324,7 @@ def race(
 def admissible(space: Space, verdict: Callable[[RunConfig], str]) -> list[Cell]:
     """Return the cells that may win, by the ``verdict`` of trials on a configuration's quality.
 
-    Nothing that is worse, in all or by any of its values alone; and another batch only where it is known to learn as
-    much from as many images.
+    Nothing that is worse, in all or by a value alone; another batch only where it learns as much from as many images.
     """
     verdicts = {cell: verdict(config) for cell, config in space.cells.items()}
 
