@@ -35,17 +35,12 @@ from ddpm_lab.training.setting import usual_device
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.training.limits:pieces"
-PIECES, EXTRA = 100, 5
-"""Of the work of a step, and how many the planted slowdown adds."""
+PIECES, EXTRA = 100, 5  # of the work of a step, and how many the planted slowdown adds
 MOST_FAILURES = 2
 
 
 def calibrate(
-    *,
-    minutes: float = 5.0,
-    device: str | None = None,
-    output_dir: str | Path | None = None,
-    quiet: bool = False,
+    *, minutes: float = 5.0, device: str | None = None, output_dir: str | Path | None = None, quiet: bool = False
 ) -> Calibration:
     """Measure sets of a baseline, its twin and a slowdown of 5 % until ``minutes`` are over, one at least.
 
@@ -61,7 +56,12 @@ def calibrate(
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
-        members = _members(usual_device(device), instrument.usable_cores)
+        device, cores = usual_device(device), instrument.usable_cores
+        free = free_cores() if device == "cpu" else cores
+        how: dict[str, Any] = {"device": device, "global_batch_size": 1, "threads": free if free < cores else 0}
+        one, more = (RunConfig(workload=WORKLOAD, options=(("pieces", n),), **how) for n in (PIECES, PIECES + EXTRA))
+        members = [Member("baseline", "baseline", one), Member("twin", "baseline again", one)]
+        members.append(Member("candidate", f"{EXTRA} % more work", more))
         begun, sets = time.monotonic(), list[list[RunRecord]]()
         while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
             left = max(0.0, minutes * 60 - (time.monotonic() - begun))
@@ -78,20 +78,10 @@ def calibrate(
     return found
 
 
-def _members(device: str, cores: int) -> list[Member]:
-    """Baseline, twin and more work, with as many threads as cores are free."""
-    free = free_cores() if device == "cpu" else cores
-    how: dict[str, Any] = {"device": device, "global_batch_size": 1, "threads": free if free < cores else 0}
-    one, more = (RunConfig(workload=WORKLOAD, options=(("pieces", n),), **how) for n in (PIECES, PIECES + EXTRA))
-    rows = (("baseline", "baseline", one), ("twin", "baseline again", one), ("candidate", f"{EXTRA} % more work", more))
-    return [Member(*row) for row in rows]
-
-
 # --- what it says ----------------------------------------------------------------------------------------------------
 
 MINUTES = (1, 5, 20)
-FINE = 0.03
-"""A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
+FINE = 0.03  # a machine is fit to measure when it resolves a difference of this size within 20 minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +187,14 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     sets = [set_id for set_id, _ in by_role["candidate"].logs]
     starts = [datetime.fromisoformat(ok[set_id, "baseline"].environment.date) for set_id in sets]
     minutes = tuple((t - starts[0]).total_seconds() / 60 for t in starts)
-    # A set's cost is the time to the next one; the last set's is not known from dates.
-    stages = by_role["candidate"].set_seconds
     steps = [w.seconds / w.steps for set_id in sets for w in ok[set_id, "baseline"].windows if w.steps]
     return Calibration(
         first=ok[sets[0], "candidate"],
         twin=by_role[TWIN],
         slower=by_role["candidate"],
         step_seconds=float(np.median(steps)) if steps else math.nan,
-        seconds_per_set=minutes[-1] * 60 / (len(sets) - 1) if len(sets) > 1 else stages,
+        # A set's cost is the time to the next one; the last set's is not known from dates.
+        seconds_per_set=minutes[-1] * 60 / (len(sets) - 1) if len(sets) > 1 else by_role["candidate"].set_seconds,
         minutes=minutes,
     )
 
@@ -219,8 +208,7 @@ def lines(found: Calibration) -> list[str]:
     slower, cores = found.slower, phrases.plural(found.first.environment.machine.usable_cores, "core")
     judged = "not judged" if slower.sets < stats.LEAST_SETS else "found" if found.planted_found else "missed"
     if slower.sets > 1:
-        inside = "inside" if slower.ratio.contains(found.truth) else "outside"
-        judged += f", and the truth lies {inside} the interval"
+        judged += f", and the truth lies {'inside' if slower.ratio.contains(found.truth) else 'outside'} the interval"
     some = f", with {slower.config.threads} of {cores}" if slower.config.threads else ""
     lost = f"; {slower.disturbed_sets} more were disturbed by other processes and do not count"
     resolved = [f"{'none' if v is None else _percent(v)} in {m} min" for m, v in found.resolvable.items()]

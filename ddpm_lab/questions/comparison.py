@@ -131,8 +131,7 @@ def compare(
     one side must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
 
     Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), never because a
-    difference has appeared; or after ``minutes``, or after ``sets`` sets. What the ledger already holds of the same
-    code is used.
+    difference has appeared; or after ``minutes``, or ``sets`` sets. What the ledger holds of the same code counts.
 
     Args:
         baseline: the side that is 1.
@@ -324,8 +323,7 @@ def first_losses(study: Study) -> tuple[str, str]:
 
 def _losses(record: RunRecord) -> list[list[float]]:
     """The first losses of each rank; 0 is what a step without a loss gives."""
-    ranks: list[dict[str, Any]] = record.witness.get("ranks") or []
-    return [rank.get("first_losses") or [] for rank in ranks]
+    return [rank.get("first_losses") or [] for rank in record.witness.get("ranks") or []]
 
 
 def _share(difference: float) -> str:

@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
 from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seconds_of
+from ddpm_lab.questions.scripts import WORKING_TREE
 from ddpm_lab.training.setting import code_of, usual_device
 
-WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."
 
 
@@ -88,31 +87,22 @@ def compare_revisions(
                 f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads do not count (--always measures)",
             )
-        _refuse_other_instrument(changed, against)
+        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+            raise ConfigError(
+                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+                "measures alike"
+            )
         baseline = dataclasses.replace(baseline, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(baseline, tree, against)
         if not quiet:
-            say(f"{WORKING_TREE} against {against} ({tree.revision}): {_few(changed)} changed", error=True)
+            more = f" and {len(changed) - 5} more" * (len(changed) > 5)
+            modules = f"{', '.join(changed[:5]) or 'no module'}{more}"
+            say(f"{WORKING_TREE} against {against} ({tree.revision}): {modules} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
-
-
-def _few(modules: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
-    more = f" and {len(modules) - 5} more" * (len(modules) > 5)
-    return (", ".join(modules[:5]) or "no module") + more
-
-
-def _refuse_other_instrument(changed: Sequence[str], against: str) -> None:
-    """Raise ConfigError where the code that times both sides is among the changed modules."""
-    if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
-        raise ConfigError(
-            f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
-            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-            "measures alike"
-        )
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
@@ -170,8 +160,7 @@ IDENTICAL = "identical code"
 SLOWER = "failed"
 NO_RESULT = "no result"
 EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, stats.INCONCLUSIVE: 0}
-STRICT = 4
-"""The exit code of what is inconclusive, where that is not enough to pass."""
+STRICT = 4  # the exit code of what is inconclusive, where that is not enough to pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +180,7 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
 
     *Failed*: the candidate is called slower, and the whole 95 % interval of its ratio lies below 1 - threshold. One
     that loses just the threshold fails in some 3 % of cases; one that loses as much again as the resolution, in 97 %.
-    *Passed*: the whole interval lies above. Anything else is *inconclusive*. With a threshold of 0 what is called
-    slower fails.
+    *Passed*: the whole interval lies above. Anything else is *inconclusive*. With threshold 0 what is slower fails.
     """
     rows = [r for r in comparisons(answer.study) if r.role == "candidate"]
     row = next((r for r in rows if r.sets or (r.disturbed_sets and not r.failed_sets)), None)

@@ -36,10 +36,8 @@ from ddpm_lab.training.setting import usual_device
 WORKING_TREE = "working tree"
 LONGEST_LABEL = 60
 LONG_STEP = 5.0
-MOST_FILES = 20_000
-"""Entries of the working folder that are looked at for files that were written meanwhile."""
-WORK = ("parameters", "weights", "world_size")
-"""Where the sides differ in one of these, one step may not be equal work."""
+MOST_FILES = 20_000  # entries of the working folder that are looked at for files that were written meanwhile
+WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".py")
 """How the names of files end that a command line may name, and that say what it does; others begin with ``#!``."""
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
