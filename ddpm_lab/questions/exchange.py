@@ -36,11 +36,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def exchange(
-    setup: Setup,
-    *,
-    world_sizes: WorldSizes = None,
-    global_batch_size: Batch = None,
-    precision: Precision = "fp32",
+    setup: Setup, *, world_sizes: WorldSizes = None, global_batch_size: Batch = None, precision: Precision = "fp32"
 ) -> Experiment:
     """What is each setting of the exchange worth, and what does the exchange cost at all?
 
@@ -109,8 +105,7 @@ FULL_MESSAGES = tuple(2**power for power in range(10, 27, 2))
 
 def all_reduce(setup: Setup, *, world_sizes: WorldSizes = None, message_bytes: Messages = None) -> Experiment:
     """How fast do ranks exchange? All-reduces from 1 KiB to 64 MiB; a family for each number of ranks."""
-    usual = sorted({*setup.doubled_ranks, setup.most_ranks})
-    ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    ranks = [n for n in setup.world_sizes(world_sizes, sorted({*setup.doubled_ranks, setup.most_ranks})) if n > 1]
     if world_sizes is not None and not ranks:
         raise ConfigError("world_sizes has 1 alone, and one rank exchanges nothing: give 2 or more")
     for size in message_bytes or ():
@@ -121,16 +116,11 @@ def all_reduce(setup: Setup, *, world_sizes: WorldSizes = None, message_bytes: M
     families = []
     for n in ranks or [1]:
         common: dict[str, Any] = {"workload": WORKLOAD, "world_size": n, "global_batch_size": n}
-        rows = [(label(size), setup.config(options=(("message_bytes", size),), **common)) for size in sizes]
-        families.append(
-            Family(
-                name=f"all-reduce, {setup.ranks_label(n)}",
-                baseline_label=rows[0][0],
-                baseline=rows[0][1],
-                candidates=tuple(rows[1:]) if ranks else (),
-                together=True,  # what slows a whole set is told from what all its messages share
-            )
-        )
+        every = [(label(size), setup.config(options=(("message_bytes", size),), **common)) for size in sizes]
+        (least, base), rows = every[0], tuple(every[1:]) if ranks else ()
+        name = f"all-reduce, {setup.ranks_label(n)}"
+        # What slows a whole set is told from what all its messages share.
+        families.append(Family(name=name, baseline_label=least, baseline=base, candidates=rows, together=True))
     left_out = () if ranks else ((families[0].name, setup.ranks_label(2), setup.why_alone),)
     return Experiment(name="all_reduce", families=tuple(families), left_out=left_out)
 
@@ -174,23 +164,10 @@ def answer_all_reduce(study: Study) -> Answer:
     for e in found:
         hosts = f" on {e.config.nodes} hosts" if e.config.nodes > 1 else ""
         series.setdefault(f"{e.ranks} ranks{hosts}", []).append(e)
-    rows = [
-        {
-            "Configuration": name,
-            "Message": e.label,
-            "Time": _duration(e),
-            "Bus bandwidth": _speed(e),
-            "Sets": str(e.sets),
-        }
-        for name, shown in series.items()
-        for e in shown
-    ]
-    return Answer(
-        study=study,
-        finding=finding,
-        figure=lambda: _bandwidths(study, headline, series),
-        table=lambda: rows,
-    )
+    names = ("Configuration", "Message", "Time", "Bus bandwidth", "Sets")
+    cells = [(name, e.label, _duration(e), _speed(e), str(e.sets)) for name, shown in series.items() for e in shown]
+    rows = [dict(zip(names, row, strict=True)) for row in cells]
+    return Answer(study=study, finding=finding, figure=lambda: _bandwidths(study, headline, series), table=lambda: rows)
 
 
 def _duration(exchange: Comparison) -> str:

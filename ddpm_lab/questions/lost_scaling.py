@@ -28,8 +28,7 @@ from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
 from ddpm_lab.training.setting import Setup
 
-UNRELIABLE = 1 / 3
-"""Share of the loss above which an interaction makes the split unreliable."""
+UNRELIABLE = 1 / 3  # share of the loss above which an interaction makes the split unreliable
 STRAGGLER = "slowest rank"
 TOTAL, INTERACTION, LOSS = "sum of the parts", "interaction", "loss"
 IDEAL, MEASURED, ALL_OFF = "ideal", "measured", "exchange, loading off"
@@ -37,6 +36,7 @@ _WAIT = "seconds that the other ranks wait for the slowest"
 
 Times = Mapping[str, float]
 """Seconds of a step of each configuration of a set, by its label; or the factor that each is counted with."""
+Terms = list[tuple[str, str, Times]]  # names, how each is measured, and the seconds that it counts
 
 
 def lost_scaling(
@@ -67,13 +67,8 @@ def lost_scaling(
     ]
     if one.device == "cpu":
         rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(setup.usable_cores))))
-    return Family(
-        name=f"{setup.family_name(-negative, most)}{plan.LOST}",
-        baseline=replace(one, **still),
-        baseline_label=plan.ONE_OFF,
-        candidates=tuple(rows),
-        together=True,
-    )
+    name, base = f"{setup.family_name(-negative, most)}{plan.LOST}", replace(one, **still)
+    return Family(name=name, baseline=base, baseline_label=plan.ONE_OFF, candidates=tuple(rows), together=True)
 
 
 # --- the split --------------------------------------------------------------------------------------------------------
@@ -97,9 +92,6 @@ class Part(stats.Interval):
         """True if the interval of enough sets leaves 0 out; a straggler must also be identified."""
         named = self.name != STRAGGLER or bool(self.note)
         return named and self.sets >= stats.LEAST_SETS and (self.low > 0 or self.high < 0)
-
-
-_RANK_ZERO = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +156,10 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
         # What needs the wait rests on a choice, of the slowest among the ranks.
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
-    return Split(
-        family=trained.family.removesuffix(plan.LOST),
-        batch=trained.config.global_batch_size,
-        parts=tuple(parts),
-        every={p.name: p for p in (*parts, _RANK_ZERO, *found)},
-        doubt=doubt,
-    )
-
-
-Terms = list[tuple[str, str, Times]]
-"""Names, how each is measured, and the seconds that it counts."""
+    no_work = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
+    every = {p.name: p for p in (*parts, no_work, *found)}
+    family, batch = trained.family.removesuffix(plan.LOST), trained.config.global_batch_size
+    return Split(family=family, batch=batch, parts=tuple(parts), every=every, doubt=doubt)
 
 
 def _terms(trained: RunRecord) -> tuple[Terms, Terms]:

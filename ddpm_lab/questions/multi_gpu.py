@@ -25,16 +25,7 @@ from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family, Question
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.training.setting import (
-    CPU_PRECISIONS,
-    Batches,
-    Precision,
-    Setup,
-    Workers,
-    WorldSizes,
-    check_ranks,
-    usual_device,
-)
+from ddpm_lab.training.setting import Batches, Precision, Setup, Workers, WorldSizes, check_ranks, usual_device
 
 QUESTION = Question(title="Do more ranks or GPUs train faster?", file="02_multi_gpu", trains=True)
 
@@ -121,18 +112,14 @@ def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, 
 def _mechanism(setup: Setup, precision: str) -> Family:
     """Two gloo ranks on the CPU of a machine with one GPU: they show that several ranks work, nothing about speed."""
     cpu = replace(setup, device="cpu", network="tiny")
-    one = cpu.config(global_batch_size=16, precision=precision if precision in CPU_PRECISIONS else "fp32")
-    return Family(
-        name=f"{cpu.family_name(16)}, CPU ranks",
-        baseline_label="1 rank",
-        baseline=one,
-        candidates=(("2 ranks", replace(one, world_size=2)),),
-        mechanism=True,
-    )
+    one = cpu.config(global_batch_size=16, precision="bf16" if precision == "bf16" else "fp32")
+    name, two = f"{cpu.family_name(16)}, CPU ranks", ("2 ranks", replace(one, world_size=2))
+    return Family(name=name, baseline_label="1 rank", baseline=one, candidates=(two,), mechanism=True)
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
 
+BEYOND = "above 100 %"
 KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
 """What stays in each kind of scaling. They are never compared with each other."""
 
@@ -180,9 +167,6 @@ def efficiency(row: Comparison) -> str:
     return f"{100 * row.efficiency.value:.0f} %"
 
 
-BEYOND = "above 100 %"
-
-
 def band(row: Comparison, bands: Bands) -> str:
     """The name of an efficiency; without an interval, or where all of it lies above 100 %, why it has none."""
     if not row.efficiency.exists:
@@ -228,12 +212,8 @@ def by_ranks(study: Study) -> Figure | None:
         if len(hosts) < 3:
             continue
         ranks, many = sorted(hosts), max(hosts) > 16  # which only a logarithmic axis tells apart
-        common: dict[str, Any] = {
-            "x_label": "ranks",
-            "ticks": ranks,
-            "names": [f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
-            "log_x": many,
-        }
+        names = [f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks]
+        common: dict[str, Any] = {"x_label": "ranks", "ticks": ranks, "names": names, "log_x": many}
         ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=charts.SOFT, look="--", width=1.4)
         curves = [ideal, *(_line(rows, [c.ratio for c in rows]) for rows in families)]
         heading = f"{kind.capitalize()} scaling: {what}"
@@ -432,17 +412,9 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     if not faster and not all(r.answered for r in several):
         answer, pair = stats.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead.ratio)}), {phrases.outcome(lead)}"
-    return Strategy(
-        answer=answer,
-        reason=reason,
-        source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
-        measured_batch=nearest,
-        ratio=lead.ratio.value,
-        low=lead.ratio.low,
-        high=lead.ratio.high,
-        sets=lead.sets,
-        **common,
-    )
+    source = "measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}"
+    common |= {"ratio": lead.ratio.value, "low": lead.ratio.low, "high": lead.ratio.high, "sets": lead.sets}
+    return Strategy(answer=answer, reason=reason, source=source, measured_batch=nearest, **common)
 
 
 def most_ranks(device: str) -> tuple[int, str]:

@@ -33,8 +33,9 @@ BEYOND_SEED = ("diffusers",)
 """Those that have a network of another family too; the others' networks are of the seed family."""
 PARTS = ("peers", "fp32", "sampling", "limits", "levers")
 
-SAMPLED = 16
-"""Images sampled at once."""
+_PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
+_PLAIN |= {"compile": "off", "loader": "packed"}
+SAMPLED = 16  # images sampled at once
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
 TITLE = "How fast is this trainer beside others, and how far from the limit?"
@@ -51,8 +52,7 @@ def peers(
     """How fast is this trainer? Beside others as they come and tuned, in fp32, each lever alone, and the limits.
 
     ``trainers`` are names of PEERS, ``parts`` some of PARTS; None is all that a network of this size has. On a CPU,
-    where compiling a trainer takes minutes, the tuned ones are compiled too in the preset ``full``, or if ``trainers``
-    names them.
+    where compiling a trainer takes minutes, the tuned ones are compiled too in ``full``, or if ``trainers`` are given.
     """
     batch = 32 if global_batch_size is None and setup.device == "cpu" else setup.batch_size(global_batch_size)
     able = [n for n in PEERS if n in BEYOND_SEED or setup.network in SEED_FAMILY]
@@ -103,10 +103,6 @@ def _against(
     return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
 
 
-_PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
-_PLAIN |= {"compile": "off", "loader": "packed"}
-
-
 def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
     """A trainer as its code is written: torch's own precision, NCHW and default Adam, and a look at every loss."""
     adam = "foreach" if ours.device == "cuda" else "loop"  # what torch.optim.Adam chooses where nothing is said
@@ -136,11 +132,9 @@ def _formatted(ours: RunConfig, peer: str) -> RunConfig:
 def _tuned(ours: RunConfig, peer: str) -> RunConfig:
     """The same with all that its users could change: formats, fused Adam, averages in one call, freed memory kept.
 
-    On a CPU the formats are those in which it was measured to be fastest here (``Setup.formats``).
-
-    On a GPU it is compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is
-    no faster: of eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as
-    long.
+    On a CPU the formats are those in which it was measured to be fastest here (``Setup.formats``). On a GPU it is
+    compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is no faster: of
+    eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as long.
     """
     flash = ours.device == "cuda" and PEERS[peer] == DDPT
     return replace(
@@ -165,37 +159,32 @@ def _sampling(ours: RunConfig, setup: Setup) -> Family:
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
     """Each of the trainer's settings put back alone; those that cannot apply to this device are not in the list.
 
-    The fused kernels work in channels-last and eagerly alone: what puts these back puts the kernels back too, and its
-    label says so.
+    The fused kernels work in channels-last and eagerly alone: what puts these back puts the kernels back, as it says.
     """
     optimizer, fused = ours.optimizer, ours.kernels == "fused"
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("fp32", {"precision": "fp32"}),
-        ("NCHW, eager kernels" if fused else "NCHW", {"channels_last": False, "kernels": "aten"}),
-        ("Adam weight by weight", {"optimizer": replace(optimizer, adam="loop")}),
-        ("EMA weight by weight", {"optimizer": replace(optimizer, ema="loop")}),
-        ("every loss read", {"read_loss": True}),
-        ("files, no workers", {"loader": "files"}),
+    cuda, bf16 = setup.device == "cuda", ours.precision == "bf16"
+    parts = plan.FUSED_PARTS if bf16 else plan.FUSED_PARTS[:-2]
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (True, "fp32", {"precision": "fp32"}),
+        (cuda, "eager", {"compile": "off"}),
+        (fused, "eager kernels", {"kernels": "aten"}),
+        (fused, "freed memory given back", {"freed_memory": "default"}),
+        (True, "NCHW, eager kernels" if fused else "NCHW", {"channels_last": False, "kernels": "aten"}),
+        (True, "Adam weight by weight", {"optimizer": replace(optimizer, adam="loop")}),
+        (True, "EMA weight by weight", {"optimizer": replace(optimizer, ema="loop")}),
+        (True, "every loss read", {"read_loss": True}),
+        (True, "files, no workers", {"loader": "files"}),
+        *((fused, f"eager {part}", {"options": (("without", part),)}) for part in parts),
+        (fused, "compiled block by block, eager kernels", {"kernels": "aten", "compile": "regional"}),
+        *((cuda, name, {"precision": name}) for name in ("tf32", "fp16")),
+        (cuda, "compiled block by block", {"compile": "regional"}),
+        (cuda, "CUDA graphs", {"compile_mode": "reduce-overhead"}),
+        (cuda, "max-autotune", {"compile_mode": "max-autotune"}),
+        (cuda, "packed, copied", {"loader": "packed"}),
+        # GPUs without bf16 have neither kernel.
+        *((cuda and bf16, f"{name} attention", {"options": (("attention", name),)}) for name in ("flash", "cudnn")),
     ]
-    if fused:
-        changes.insert(1, ("eager kernels", {"kernels": "aten"}))
-        changes.insert(2, ("freed memory given back", {"freed_memory": "default"}))
-        parts = plan.FUSED_PARTS if ours.precision == "bf16" else plan.FUSED_PARTS[:-2]
-        changes += [(f"eager {part}", {"options": (("without", part),)}) for part in parts]
-        changes.append(("compiled block by block, eager kernels", {"kernels": "aten", "compile": "regional"}))
-    if setup.device == "cuda":
-        changes.insert(1, ("eager", {"compile": "off"}))
-        changes += [
-            ("tf32", {"precision": "tf32"}),
-            ("fp16", {"precision": "fp16"}),
-            ("compiled block by block", {"compile": "regional"}),
-            ("CUDA graphs", {"compile_mode": "reduce-overhead"}),
-            ("max-autotune", {"compile_mode": "max-autotune"}),
-            ("packed, copied", {"loader": "packed"}),
-        ]
-        if ours.precision == "bf16":  # GPUs without it have neither kernel
-            changes += [(f"{name} attention", {"options": (("attention", name),)}) for name in ("flash", "cudnn")]
-    rows = ((label, replace(ours, **change)) for label, change in changes)
+    rows = ((label, replace(ours, **change)) for able, label, change in changes if able)
     different = tuple(row for row in rows if row[1] != ours)  # fp32 is the default of many processors
     return Family(name=name, baseline=ours, baseline_label="as by default", candidates=different)
 
@@ -203,14 +192,11 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
 def _limits(ours: RunConfig, name: str) -> Family:
     """Peaks: products in single precision as the baseline, in the trainer's own, and a copy."""
     usual: dict[str, Any] = {"kernels": "aten", "compile": "off", "loader": "packed", "optimizer": OptimizerConfig()}
-    single = replace(ours, **usual, global_batch_size=1, workload=_PEAK.format("product"), precision="fp32")
-    rows = [("convolution, fp32", replace(single, workload=_PEAK.format("convolution")))]
-    if ours.precision != "fp32":
-        own = replace(single, precision=ours.precision)
-        rows.insert(0, (f"product, {ours.precision}", own))
-        rows.append((f"convolution, {ours.precision}", replace(own, workload=_PEAK.format("convolution"))))
-    rows.append(("copy", replace(single, workload=_PEAK.format("copy"))))
-    return Family(name=name, baseline=single, baseline_label="product, fp32", candidates=tuple(rows))
+    works = [(kind, p) for kind in ("product", "convolution") for p in dict.fromkeys(("fp32", ours.precision))]
+    plain = replace(ours, **usual, global_batch_size=1, precision="fp32")
+    (label, base), *rows = [(f"{k}, {p}", replace(plain, workload=_PEAK.format(k), precision=p)) for k, p in works]
+    rows.append(("copy", replace(plain, workload=_PEAK.format("copy"))))
+    return Family(name=name, baseline=base, baseline_label=label, candidates=tuple(rows))
 
 
 def answer(study: Study) -> Answer:
@@ -229,8 +215,7 @@ def answer(study: Study) -> Answer:
         View(parts, table=lambda: limits_table(study, base)),
         *trained_views(study),
     )
-    shown = speeds(rivals, found, rows=others or None, views=views)
-    return replace(shown, study=study, table=lambda: table(study))
+    return replace(speeds(rivals, found, rows=others or None, views=views), study=study, table=lambda: table(study))
 
 
 def _finding(study: Study) -> Finding:
@@ -259,19 +244,16 @@ def other_trainers(study: Study) -> list[Comparison]:
 def _turned(row: Comparison) -> Comparison:
     """A row as this trainer beside it."""
     verdicts = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
-    return replace(
-        row,
-        baseline_label="the other",
-        ratio=row.ratio.inverse,
-        noise=row.noise.inverse,
-        logs=tuple((s, -v) for s, v in row.logs),
-        verdict=verdicts.get(row.verdict, row.verdict),
-    )
+    logs, verdict = tuple((s, -v) for s, v in row.logs), verdicts.get(row.verdict, row.verdict)
+    ratio, noise = row.ratio.inverse, row.noise.inverse
+    return replace(row, baseline_label="the other", ratio=ratio, noise=noise, logs=logs, verdict=verdict)
 
 
 def this_trainer(study: Study) -> Comparison | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    trained = [r for r in comparisons(study) if _trains_as_it_is(r.family)]
+    # Trained as both sides do it best: neither in fp32 alone, nor sampling.
+    rivals = [r for r in comparisons(study) if _is_rival(r.family)]
+    trained = [r for r in rivals if not r.family.endswith((BOTH_FP32, plan.SAMPLING))]
     others = Counter(r.family for r in trained if r.role == "candidate" and r.sets)
     mine = [r for r in trained if r.role == "baseline" and r.sets]
     return max(mine, key=lambda r: others[r.family], default=None)
@@ -279,11 +261,6 @@ def this_trainer(study: Study) -> Comparison | None:
 
 def _is_rival(family: str) -> bool:
     return not family.endswith(LEVERS) and not family.startswith(LIMITS)
-
-
-def _trains_as_it_is(family: str) -> bool:
-    """Whether a family compares training as both sides do it best: neither fp32 alone, nor sampling."""
-    return _is_rival(family) and not family.endswith((BOTH_FP32, plan.SAMPLING))
 
 
 def _evidence(study: Study) -> str:
@@ -308,8 +285,9 @@ def table(study: Study) -> Table:
         records = [r for r in study.records if (r.run_id, r.family, r.role, r.status) == wanted]
         seen = rank_zero(records[-1]) if records else {}
         # A peer and a sampler count their own work, that of the lab's trainer is with the limits.
-        trains = row.config.workload == DDPM
-        flop = seen.get("flop_per_image") or (flop_per_image(study, row.config) if trains else None)
+        flop = seen.get("flop_per_image", 0.0)
+        if row.config.workload == DDPM:
+            flop = flop or sum(part.get("flop", 0.0) for part in _work(study, row.config).values())
         return {
             "Format": str(row.config.precision) if row.sets else phrases.DASH,
             "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else phrases.DASH,
@@ -324,8 +302,7 @@ def table(study: Study) -> Table:
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 OPTIMIZER = "optimizer"
-NEEDED = ("convolution", "matrix product", OPTIMIZER)
-"""Kinds of work that no fusing removes."""
+NEEDED = ("convolution", "matrix product", OPTIMIZER)  # kinds of work that no fusing removes
 OPTIMIZER_BYTES = 28
 """Of each weight in a step of Adam: weight and two moments read and written, the gradient read, four bytes each."""
 
@@ -355,12 +332,9 @@ class Roofline:
 
     @property
     def headroom(self) -> float:
-        """How many times as fast the step could be, if all but convolutions, products and the optimizer were free.
-
-        Caches can make the least time too long.
-        """
+        """How many times as fast the step could be, if all but convolutions, products and the optimizer were free."""
         least = sum(p.seconds for p in self.parts if p.kind in NEEDED)
-        return max(1.0, self.measured_seconds / least)
+        return max(1.0, self.measured_seconds / least)  # caches can make the least time too long
 
 
 def roofline(study: Study, own: Comparison | None) -> Roofline | None:
@@ -412,11 +386,6 @@ def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
 def _alike(one: RunConfig, other: RunConfig) -> bool:
     """Whether what was measured of one says something of the other: the same network, image size and device."""
     return all(getattr(one, name) == getattr(other, name) for name in ("network", "image_size", "device"))
-
-
-def flop_per_image(study: Study, config: RunConfig) -> float | None:
-    """FLOP of forward and backward for an image by the network of ``config``, or None where it was not counted."""
-    return sum(part["flop"] for part in _work(study, config).values()) or None
 
 
 def limits_table(study: Study, own: Comparison | None) -> Table:
