@@ -32,8 +32,7 @@ from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 QUESTION = Question(title="What should be changed next?", file="bottleneck")
 
 BASELINE = "the present settings"
-COMPILE_SHARE = 0.5
-"""Share of the time that cold compiles may take: the rest is for what they are compared with."""
+COMPILE_SHARE = 0.5  # share of the time that cold compiles may take: the rest is for what they are compared with
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
@@ -185,14 +184,11 @@ def subject(study: Study) -> Subject | None:
     found = [(r, taken) for r in mine or every if (taken := bd.budget(r)) is not None]
     if not found:
         return None
-    of = {r.experiment for r, _ in found}
-    wanted = "profile" if "profile" in of else found[-1][0].experiment
-    record, taken = next(pair for pair in reversed(found) if pair[0].experiment == wanted)
+    *_, (record, taken) = sorted(found, key=lambda pair: pair[0].experiment == "profile")
     config = replace(record.config, purpose="timing")
     same = ("baseline", config.run_id, record.code_version)
     speeds = [r for r in comparisons(study) if r.sets and (r.role, r.run_id, r.code_version) == same]
-    speed = max(speeds, key=lambda r: r.sets, default=None)
-    return Subject(config=config, profile=record, taken=taken, speed=speed)
+    return Subject(config=config, profile=record, taken=taken, speed=max(speeds, key=lambda r: r.sets, default=None))
 
 
 # --- changes, by what was measured of them ----------------------------------------------------------------------------
@@ -200,10 +196,7 @@ def subject(study: Study) -> Subject | None:
 
 @once
 def considered(study: Study) -> tuple[Change, ...]:
-    """Every change that was measured against the configuration in question, or that its machine could run, ranked.
-
-    None without a time budget.
-    """
+    """Every change that was measured, or that the machine could run, ranked; none without a time budget."""
     about = subject(study)
     if about is None:
         return ()
@@ -272,7 +265,11 @@ def summary(study: Study) -> list[str]:
         lost = [r for r in study.records if r.role == "profile" and r.status != "ok"]
         why = f"The step could not be profiled: {phrases.failed(lost[-1].status, lost[-1].reason)}." if lost else ""
         return [why or "No time budget is recorded: ddpm-lab run bottleneck measures one."]
-    told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
+    batch, seconds = about.config.global_batch_size, about.step_seconds
+    on = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"
+    took = f"A step of {phrases.plural(batch, 'image')} takes {phrases.seconds(seconds)}"
+    took += f" ({phrases.significant(batch / seconds)} images/s, {on})."
+    told = [verdict(about), took, "Nothing that was measured would make it faster."]
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
@@ -302,14 +299,6 @@ def verdict(about: Subject) -> str:
     return f"The step is limited by {what}: {told}." + f" {about.taken.straggler}." * bool(about.taken.straggler)
 
 
-def speed(about: Subject) -> str:
-    """How long a step takes, and on what that rests."""
-    batch = about.config.global_batch_size
-    source = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"
-    step, rate = phrases.seconds(about.step_seconds), phrases.significant(batch / about.step_seconds)
-    return f"A step of {phrases.plural(batch, 'image')} takes {step} ({rate} images/s, {source})"
-
-
 class Target(NamedTuple):
     """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
 
@@ -323,7 +312,7 @@ def targets(study: Study, about: Subject) -> list[Target]:
     """The targets of the report and what is reached of each."""
     line, low, high = about.taken.running, *TARGETS.memory
     memory, of = _memory(about)
-    first = next((a for a in advice(study) if a.status == FASTER), None)
+    first = next((a for a in considered(study) if a.status == FASTER), None)
     known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
     settled = bool(known) and INCONCLUSIVE not in known
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size

@@ -42,8 +42,7 @@ BAR_STEPS = 6
 """Steps of the smaller batch in a bar; the larger batch does as many as fit into the same images, which is fewer."""
 _REPEATS = {"smoke": 1, "quick": 6, "full": 20}
 _WAYS = ("fresh", "bars", "runs", "profiled", "phases", "counted")
-_PAIRED = ("fresh", "bars", "runs", "profiled")
-"""What is run of both sides of a pair."""
+_PAIRED = ("fresh", "bars", "runs", "profiled")  # what is run of both sides of a pair
 _CPU_WAYS = ("one_thread",)
 _CUDA_WAYS = ("loss_read", "unsynchronised", "phases_waited_for", "hidden_devices")
 
@@ -186,10 +185,9 @@ class Records:
 
     def runs(self, way: str, label: str = "fp32") -> dict[int, Any]:
         """What each repeat of a wrong way answered, by seed."""
-        told = {
-            r.config.seed: (r.profile or {}).get("wrong_ways", {}) for r in self._wrong.values() if r.label == label
-        }
-        found = {seed: ways[way] for seed, ways in told.items() if way in ways}
+        mine = [r for r in self._wrong.values() if r.label == label]
+        told = ((r.config.seed, (r.profile or {}).get("wrong_ways", {})) for r in mine)
+        found = {seed: ways[way] for seed, ways in told if way in ways}
         return {seed: answer for seed, answer in found.items() if way == "labelled_two" or [] not in answer.values()}
 
     def timed(self, way: str) -> list[float]:
@@ -289,8 +287,7 @@ def _other_numbers(found: Records) -> dict[str, Reading]:
     also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
     also += f"the witness refuses the record: {refused[0]}" if refused else ""
     two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
-    alone = Reading(_mean(halves), _mean(halves).value, math.nan, also)
-    read["label"] = _against(halves, two, also) if two else alone
+    read["label"] = _against(halves, two, also) if two else Reading(_mean(halves), _mean(halves).value, math.nan, also)
     backward = [a["phases"].get("backward", 0.0) / a["steps"] for a in found.runs("phases").values()]
     if any(backward):
         read["gradient"] = Reading(Interval(value=math.inf), _mean(backward).value, 0)

@@ -41,16 +41,13 @@ ALIKE = ("network", "global_batch_size", "image_size", "device", "world_size", "
 """Settings in which a training has to be like the one that a search was made for."""
 PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
 """A step as torch does it where nothing is said."""
-SECONDS, PLAIN_STEPS = 20.0, 3
-"""How long a probe takes at most: seconds, or so many plain steps where they take longer."""
-WORTH, LEAST_IMAGES = 3, 2_000
-"""A training shorter than so many probes, or of fewer images, goes without one."""
+SECONDS, PLAIN_STEPS = 20.0, 3  # how long a probe takes at most: seconds, or so many plain steps where they take longer
+WORTH, LEAST_IMAGES = 3, 2_000  # a training shorter than so many probes, or of fewer images, goes without one
 TURN_SECONDS = 0.2
 LEAST_TURNS = 4
 SURELY, HOPELESS = 3.0, 2.0
 """Standard errors that decide between two; how many times as long one step takes that needs no second."""
-STARTING_SECONDS = 1.0
-"""What a first step may take longer than the others."""
+STARTING_SECONDS = 1.0  # what a first step may take longer than the others
 SILENCE_SECONDS = 600.0
 """The longest that the first candidate may take for a part of a step; the others are given up when hopeless."""
 FILE = Path("trace_output", "probe.json")
@@ -71,8 +68,7 @@ def fastest(
     """``config`` with the fastest of SETTINGS that the user has not ``said``, and a sentence that says why.
 
     A run that goes on in ``folder`` keeps its settings. Without ``probing``, on a GPU, where something is compiled, and
-    over several hosts they stay as the table of ``usual_settings`` has them. Nothing fails here: a candidate that does
-    is not chosen.
+    over several hosts they stay as ``usual_settings`` has them. Nothing fails here: a candidate that fails is out.
     """
     open_, warning = [name for name in SETTINGS if name not in said], _emulated(config)
     if config.device != "cpu" or config.compile != "off" or config.nodes > 1 or not open_:
@@ -91,8 +87,7 @@ def fastest(
 def formats_of(config: RunConfig, *, threads: int, output: Path, probing: bool, progress: Say) -> dict[str, Any]:
     """Number and memory format in which another trainer is fastest on this CPU, measured once and kept.
 
-    Those of ``config`` where nothing could be compared, or without ``probing`` nothing is kept. bf16 is tried where it
-    has instructions.
+    Those of ``config`` where nothing can be compared, or without ``probing`` is kept. bf16 is tried if not emulated.
     """
     plain = dataclasses.replace(config, precision="fp32", channels_last=False)
     neutral = dataclasses.replace(plain, data="", data_sha256="", seed=0)
@@ -114,11 +109,7 @@ def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[di
         found = {name: kept["settings"][name] for name in SETTINGS}
         dataclasses.replace(contest.plain, **found)
         return found, f"{kept['why']} ({kept['date']})"
-    if not steps:
-        return None
-    contest.progress("probing settings")
-    chosen = contest.run(steps)
-    if chosen is None:
+    if not steps or (chosen := contest.run(steps)) is None:
         return None
     why = f"settings: {contest.told(chosen)}"
     found = {name: getattr(contest.choices[chosen], name) for name in SETTINGS}
@@ -190,8 +181,7 @@ class _Contest:
                 self.progress(f"probing settings: {name}")
                 group = None
                 try:
-                    group = Group(candidate, threads=self.threads, starting=without_sigterm)
-                    stack.enter_context(group)
+                    group = stack.enter_context(Group(candidate, threads=self.threads, starting=without_sigterm))
                     if best is None:
                         step = min(self._step(group), self._step(group))
                         self.seconds = max(SECONDS, PLAIN_STEPS * step)
@@ -237,10 +227,7 @@ class _Contest:
         return seconds / steps
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float | None:
-        """How many times as long the other takes, by turns with the best until that is sure or its time is up.
-
-        None where the best fails.
-        """
+        """How many times as long the other takes, by turns until that is sure or time is up; None if the best fails."""
         if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))

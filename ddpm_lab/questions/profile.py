@@ -30,15 +30,10 @@ def profile(
 ) -> Experiment:
     """Where does the time of a training step go? One profiled run, which supplies no speed."""
     setup.check_ranks(world_size)
-    precision = precision or setup.plain_precision
-    config = setup.config(
-        purpose="profile",
-        global_batch_size=setup.batch_size(global_batch_size, world_size),
-        precision=precision,
-        world_size=world_size,
-    )
+    precision, batch = precision or setup.plain_precision, setup.batch_size(global_batch_size, world_size)
+    config = setup.config(purpose="profile", global_batch_size=batch, precision=precision, world_size=world_size)
     label = f"{setup.precision_name(precision)}, {setup.ranks_label(world_size)}"
-    family = setup.family_name(config.global_batch_size, world_size)
+    family = setup.family_name(batch, world_size)
     return Experiment(name="profile", families=(), profiles=((family, label, config),))
 
 
@@ -59,14 +54,11 @@ LONG = {"data": "waiting for data", "copy": "host-to-device copy", "EMA": "weigh
 WORKERS = "loader workers"
 _NAMES = {"ema": "EMA", "all-reduce": "communication"}
 
-UNEXPLAINED = 0.10
-"""Share of a step in no phase above which a budget explains nothing."""
+UNEXPLAINED = 0.10  # share of a step in no phase above which a budget explains nothing
 AHEAD, BUSY = 0.05, 80.0
 """A GPU that is busy for less of the time (per cent) waits for a host that is less ahead of it (part of a step)."""
-STRAGGLES = 1.10
-"""Times the others' compute time from which on a rank is a straggler."""
-DISTURBED = 0.1
-"""Share of the cores above which other processes disturb a budget."""
+STRAGGLES = 1.10  # times the others' compute time from which on a rank is a straggler
+DISTURBED = 0.1  # share of the cores above which other processes disturb a budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +380,9 @@ def operator_headline(record: RunRecord) -> str:
 
 # --- the answer -------------------------------------------------------------------------------------------------------
 
-_DRAWN_OPERATORS = 10
+_DRAWN_OPERATORS, _TOP_OPERATORS = 10, 12  # in the figure and in the table
 _COLOURS = dict(zip((COMPUTE, IO, TRANSFER, OTHER), charts.SERIES, strict=False))
-_SHOWN = 0.0005
-"""Smaller phases are named in the note."""
+_SHOWN = 0.0005  # smaller phases are named in the note
 
 
 def answer(study: Study) -> Answer:
@@ -416,21 +407,15 @@ def answer(study: Study) -> Answer:
         return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    rests_on = f"{evidence(taken)}."
-    found = plain(study, headline(taken), status, mechanism, dark, evidence=rests_on, verdict=verdict)
+    found = plain(study, headline(taken), status, mechanism, dark, evidence=f"{evidence(taken)}.", verdict=verdict)
     views = (
         View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
         View(caption="The operators in numbers.", table=lambda: operators_table(record)),
     )
     where = charts.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
     where += f"{charts.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
-    return Answer(
-        study=study,
-        finding=found,
-        figure=lambda: _budget_figure(taken, where),
-        table=lambda: table(taken),
-        views=views if known else (),
-    )
+    figure = partial(_budget_figure, taken, where)
+    return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=views if known else ())
 
 
 def _without_profile(study: Study, found: Finding) -> Answer:
@@ -438,15 +423,11 @@ def _without_profile(study: Study, found: Finding) -> Answer:
     return Answer(study=study, finding=found, figure=message, table=lambda: [])
 
 
-_TOP_OPERATORS = 12
-
-
 def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
     steps, found = _steps(record), operators(record)
     if rest := found[_TOP_OPERATORS:]:
-        others = in_all(phrases.plural(len(rest), "other operator"), "", rest)
-        found = [*found[:_TOP_OPERATORS], others]
+        found = [*found[:_TOP_OPERATORS], in_all(phrases.plural(len(rest), "other operator"), "", rest)]
     return [
         {
             "Operator": op.name,
@@ -471,8 +452,7 @@ def _budget_figure(found: Budget, context: str) -> Figure:
         shown.append(_panel(f"Waiting for {what} at the end of each phase", found.waiting))
     kinds = {class_of(name) for name in found.running.phases}
     small = [name for name in found.running.phases if found.running.share(name) < _SHOWN]
-    compute = percent(found.running.share(COMPUTE))
-    note = f"Compute share {compute}: forward, backward, optimizer and averaging."
+    note = f"Compute share {percent(found.running.share(COMPUTE))}: forward, backward, optimizer and averaging."
     note += f" Below 0.1 %: {phrases.joined(small)}." if small else ""
     return bars(
         shown,
