@@ -15,12 +15,14 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.declared import Opt, validate
 
-USUAL_TURNS = 12
-"""Of a set whose turns are not computed yet."""
-LEAST_SETS = 4
-"""With fewer sets a ratio is shown and no verdict is given."""
-RESOLUTION = 0.03
-"""The smallest relative difference that a comparison is asked to find, unless another is given."""
+USUAL_TURNS = 12  # of a set whose turns are not computed yet
+LEAST_SETS = 4  # with fewer sets a ratio is shown and no verdict is given
+RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
+MOST_CANDIDATES = 5  # in one set of a family whose candidates are compared one by one
+PRIMARY, OTHERS = "primary", "others"
+"""The stages of a question: its primary comparison first, then all others with the time that is left."""
+BATCH = "batch"
+Cell = tuple[int, ...]  # one value of each setting, by its place; the baseline is all zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +78,6 @@ def usual_network(device: str, question: str = "") -> str:
     return "tiny" if device == "cpu" and question != "peers" else "seed"
 
 
-MOST_CANDIDATES = 5
-"""In one set of a family whose candidates are compared one by one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Configurations that are compared with one baseline, in the same sets.
@@ -105,10 +103,6 @@ class Family:
     def at_once(self) -> int:
         """The most candidates in one set."""
         return max(1, len(self.candidates)) if self.together else MOST_CANDIDATES
-
-
-PRIMARY, OTHERS = "primary", "others"
-"""The stages of a question: its primary comparison first, then all others with the time that is left."""
 
 
 def by_stage(families: Sequence[Family]) -> tuple[list[Family], list[Family]]:
@@ -149,11 +143,6 @@ class Trial:
     timed: RunConfig | None = None
     draw: bool = False
     fid: Fid | None = None
-
-
-BATCH = "batch"
-Cell = tuple[int, ...]
-"""One value of each setting, by its place; the baseline is all zeros."""
 
 
 class Value(NamedTuple):
@@ -274,15 +263,13 @@ NOT_TRAINED = "not trained"
 """Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
 SEARCH, RECOMMENDATION, START = "search", "recommendation", "baseline"
 """Short sets of a search, the sets that measure its winner again, and the label of the plain step it sets out from."""
-WHOLE_QUESTION = "the whole question"
-"""Label of what is left out where nothing of a question can be asked."""
+WHOLE_QUESTION = "the whole question"  # label of what is left out where nothing of a question can be asked
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
 OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", " and channels_last", ", compiled"
 BOTH_FP32, LEVERS, SAMPLING = ", both fp32", ", one lever at a time", ", a step of sampling"
 LIMITS = "limits of this machine"
-FLASH_ATTENTION = "flash_attention"
-"""An option of the trainer that has it."""
+FLASH_ATTENTION = "flash_attention"  # an option of the trainer that has it
 ATTENTION = ("cudnn", "flash", "mem_efficient", "math")
 """Torch's kernels of softmax attention on a GPU; the option "attention" leaves it one alone."""
 FUSED_PARTS = (
@@ -294,8 +281,7 @@ FUSED_PARTS = (
 # Families of the experiment "multi_gpu": a name without any of these is strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK, LOST = ", weak scaling", ", lost scaling"
-TOGETHER = ", together"
-"""Ends the family in which what may be recommended is measured together."""
+TOGETHER = ", together"  # ends the family in which what may be recommended is measured together
 
 # Configurations from whose differences the lost scaling is computed, beside one of all ranks, such as "2 ranks".
 NO_EXCHANGE, READY_BATCHES, ALL_OFF = "no exchange", "ready batches", "all of these off"

@@ -27,8 +27,8 @@ def amp(
     On a GPU all of them share their sets: torch computes convolutions in tf32 unless told otherwise, so a narrower
     format has to be faster than that too. A training of the user's sets out from tf32 there, beside fp32.
     """
-    plain = setup.plain_precision
-    able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    plain, cuda = setup.plain_precision, setup.device == "cuda"
+    able = CUDA_PRECISIONS if cuda else CPU_PRECISIONS
     wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != plain]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     if not wanted:
@@ -40,11 +40,9 @@ def amp(
         rows = tuple(
             (p, replace(base, precision=p)) for p in ("bf16", "fp16", "tf32", "fp32") if p in wanted and p in able
         )
-        side_by_side = setup.device == "cuda"
-        family = Family(
-            name=name, baseline=base, baseline_label=plain, candidates=rows, primary="bf16", together=side_by_side
+        families.append(
+            Family(name=name, baseline=base, baseline_label=plain, candidates=rows, primary="bf16", together=cuda)
         )
-        families.append(family)
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
     return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
 

@@ -19,8 +19,7 @@ QUESTION = Question(title="How large a batch fits, and does a larger one train f
 
 CAVEAT = "Equal images in other batches are not equal training."
 
-MOST_CPU, MOST_CUDA = 1024, 65_536
-"""Where a search for the largest batch ends if nothing else ends it."""
+MOST_CPU, MOST_CUDA = 1024, 65_536  # where a search for the largest batch ends if nothing else ends it
 
 
 def batch_size(
@@ -52,10 +51,7 @@ def answer(study: Study) -> Answer:
 
 
 def sentence(study: Study) -> str:
-    """The largest batch of each piece of work, of searches alone where nothing is compared; and that speed is not all.
-
-    Empty where nothing was measured.
-    """
+    """The largest batch of each piece of work, or of searches alone, and that speed is not all; empty without any."""
     found = [(rows[0].family, rows[0].config) for rows in families(comparisons(study))]
     found = found or list({r.family: r.config for r in study.records if r.role == "largest"}.items())
     told = [f"{f'with {family} ' if len(found) > 1 else ''}{_largest(study, config)}" for family, config in found]

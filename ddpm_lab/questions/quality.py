@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,12 +34,16 @@ QUESTION = Question(title="Does any setting cost quality?", file="08_quality", l
 Images = Annotated[int | None, Opt("images that each of these runs trains on", least=1)]
 IDENTITY_STEPS = 20
 """Steps after which settings that must not change what is learned have the same weights, to the last bit."""
+_SMOKE = ("bf16", "2 micro-batches")
 _SEEDS = {"smoke": 2, "quick": 5, "full": 8}
 _STEPS = {"smoke": 40, "quick": 2_500, "full": 2_500}
 """Of the baseline's batch: tiny at batch 8 reaches the loss that shows harm (``explain.quality``) after 1,600."""
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
 _FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
 """Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
+_EDGE, _HEADING = 0.18, 0.32  # inches
+_GAP = 6  # pixels of the figure between two images
+_LARGEST = 160  # pixels of the figure that an image is magnified to at most
 
 
 def quality(
@@ -58,8 +63,7 @@ def quality(
     The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
     measured, of ``fid_images`` images against as many training images.
     """
-    cuda = setup.device == "cuda"
-    batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
+    batch = setup.batch_size(global_batch_size) if setup.device == "cuda" or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
     base = setup.config(global_batch_size=batch)
     known = settings_of(base, setup)
@@ -81,9 +85,6 @@ def _checks(family: Family) -> list[Trial]:
     tried = [(label, _tried(config)) for label, config in ([] if base.is_own else _learners(family))]
     others = [(label, replace(c, purpose="check", workload=CHECK)) for label, c in tried if replace(c, **usual) != base]
     return [Trial(family=family.name, label=label, baseline=family.baseline, config=c) for label, c in others]
-
-
-_SMOKE = ("bf16", "2 micro-batches")
 
 
 def _images(setup: Setup, asked: int | None, configs: Sequence[RunConfig]) -> int:
@@ -184,8 +185,7 @@ def _learned(config: RunConfig) -> RunConfig:
 def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:
     """Trials of a family's baseline and of the candidates that are this trainer, on equally many images.
 
-    What differs in its loader alone, or in how two ranks exchange the same gradients, is trained for a few steps: it
-    must learn the very same.
+    What differs in its loader alone, or in how two ranks exchange gradients, must learn the same, shown in a few steps.
     """
     rows, learners, base = _rows(family), _learners(family), _tried(family.baseline)
     amount = _images(setup, images, [base, *(config for _, config in rows)])
@@ -193,7 +193,7 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> lis
     # How much a training of the user's looks at is the user's affair.
     how: dict[str, Any] = {"images": amount, "draws": 1 if base.is_own else _DRAWS[setup.preset]}
     found = [
-        trial(family, label, _tried(config), setup.seed + i, timed=config, draw=not (i or base.is_own), **how)
+        trial(family, label, config, setup.seed + i, draw=not (i or base.is_own), **how)
         for i in range(seeds)
         for label, config in both
     ]
@@ -218,28 +218,16 @@ def _tried(config: RunConfig) -> RunConfig:
 
 
 def trial(
-    family: Family,
-    label: str,
-    config: RunConfig,
-    seed: int,
-    *,
-    images: int,
-    draws: int,
-    timed: RunConfig | None = None,
-    draw: bool = False,
+    family: Family, label: str, timed: RunConfig, seed: int, *, images: int, draws: int, draw: bool = False
 ) -> Trial:
     """One run of a configuration on so many images; without ``draws`` only its final weights are looked at.
 
     With ``draw`` its averaged weights draw images at the end.
     """
-    tried = replace(
-        config,
-        purpose="quality",
-        workload=TRAINING if draws and not config.is_own else config.workload,
-        seed=seed,
-        options=(*config.own_options, ("images", images), ("draws", draws)),
-    )
-    timed = timed or config
+    config = _tried(timed) if draws else timed  # whose loader is what is looked at
+    workload = TRAINING if draws and not config.is_own else config.workload
+    options = (*config.own_options, ("images", images), ("draws", draws))
+    tried = replace(config, purpose="quality", workload=workload, seed=seed, options=options)
     return Trial(family=family.name, label=label, baseline=family.baseline, config=tried, timed=timed, draw=draw)
 
 
@@ -256,12 +244,9 @@ def answer(study: Study) -> Answer:
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown, curves = speeds(study, found), [family] if trained.extent_of(family)[1] else []
     samples = View("What each setting draws from the same noise.", "samples", lambda: samples_figure(study))
-    return replace(
-        shown,
-        figure=lambda: _figure(study, family, shown),
-        table=lambda: trained.loss_table(family, fid=bool(_fids(family))),
-        views=(*trained_views(study, curves), samples),
-    )
+    table = partial(trained.loss_table, family, fid=bool(_fids(family)))
+    views = (*trained_views(study, curves), samples)
+    return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
 
 
 def trained_views(study: Study, families: Sequence[Sequence[Comparison]] | None = None) -> tuple[View, ...]:
@@ -345,11 +330,6 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
     )
 
 
-_EDGE, _HEADING = 0.18, 0.32  # inches
-_GAP = 6  # pixels of the figure between two images
-_LARGEST = 160  # pixels of the figure that an image is magnified to at most
-
-
 def samples_figure(study: Study) -> Figure | None:
     """One row of images for each configuration, drawn with one seed; None where the baseline drew none.
 
@@ -366,8 +346,7 @@ def samples_figure(study: Study) -> Figure | None:
         {told["steps"]} steps, in fp32 and eager. A column starts from the same noise in every row. The verdict is that
         of all seeds."""
     with charts.style():
-        title = "What each setting draws from the same noise"
-        sheet, body = charts.sheet(title, phrases.context(study), height, note)
+        sheet, body = charts.sheet("What each setting draws from the same noise", phrases.context(study), height, note)
         box = body.bbox
         top = box.y1 / charts.DPI
         for heading, row in rows:

@@ -19,6 +19,14 @@ from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
 
 QUESTION = Question(title="Is torch.compile worth its compile time?", file="05_torch_compile", trains=True)
+STAGES = {
+    "start": "start-up",
+    "build": "data and network",
+    "compile": "compile",
+    "warmup": "warm-up",
+    "steady": "timed steps",
+    "teardown": "tear-down",
+}
 
 
 def torch_compile(
@@ -66,8 +74,7 @@ def answer(study: Study) -> Answer:
 
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
     views = (View(split, "costs", lambda: costs(study)), *trained_views(study))
-    found = compared(study, own=lambda lead: [sentence(study, lead)])
-    return speeds(study, found, columns=columns, views=views)
+    return speeds(study, compared(study, own=lambda lead: [sentence(study, lead)]), columns=columns, views=views)
 
 
 def break_even(study: Study, row: Comparison) -> tuple[stats.Estimate, stats.Interval]:
@@ -121,16 +128,6 @@ def counters(study: Study, run_id: str) -> str:
     ranks = [rank for r in study.records if r.run_id == run_id for rank in r.witness.get("ranks", ())]
     last = next((rank for rank in reversed(ranks) if nouns.keys() <= rank.keys()), None)
     return phrases.joined([phrases.plural(int(last[key]), noun) for key, noun in nouns.items()]) if last else ""
-
-
-STAGES = {
-    "start": "start-up",
-    "build": "data and network",
-    "compile": "compile",
-    "warmup": "warm-up",
-    "steady": "timed steps",
-    "teardown": "tear-down",
-}
 
 
 def costs(study: Study) -> Figure | None:

@@ -26,13 +26,13 @@ _COLOURS = dict.fromkeys(quality.GOOD, charts.GOOD) | {quality.WORSE: charts.BAD
 MEANING = "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
 _LOSS = "held-out loss, less the baseline's"
 _POINTS = 50
-LEAST_IMAGES = 2_049
-"""Images with which the covariance of Inception's 2,048 features can have its full rank."""
+LEAST_IMAGES = 2_049  # images with which the covariance of Inception's 2,048 features can have its full rank
 FEW = f"with fewer than {LEAST_IMAGES:,} images the covariance is singular, and the FID too rough to compare"
 
 Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
+Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 
 def families(study: Study) -> list[list[Comparison]]:
@@ -168,9 +168,6 @@ def _loss(c: Comparison) -> Row:
         return Row(name=c.label, missing=quality.sentence(e))
     colour = _COLOURS.get(e.verdict, charts.OPEN)
     return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
-
-
-Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 
 def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figure | None:

@@ -21,8 +21,7 @@ from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Pr
 
 QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")
 
-PRIMARY_WORKERS = 2
-"""Whose comparison with none is the primary one."""
+PRIMARY_WORKERS = 2  # whose comparison with none is the primary one
 FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
 
 
