@@ -41,9 +41,9 @@ def test_a_file_receives_every_line_also_when_nothing_is_shown(
 ) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "progress"))
     quiet = Progress("amp", quiet=True)
-    quiet.always("one")
+    quiet.always("one\r\n\x1b[2J\u2028")
     quiet.done("two")
-    assert (tmp_path / "progress").read_text() == "one\ntwo\n"
+    assert (tmp_path / "progress").read_text() == "one\\r\\n\\x1b[2J\\u2028\ntwo\n", "one line, whatever it holds"
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "no such folder" / "progress"))
     Progress("amp").always("one")

@@ -109,13 +109,8 @@ def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
 
 GRIDS: list[tuple[str, str, str, list[list[str]]]] = [
     ("amp", "8 GPUs", "quick", [["fp32", "bf16", "fp16", "tf32"]]),
-    ("amp", "2 cores", "quick", [["fp32", "bf16"]]),
-    ("multi_gpu", "2 cores", "smoke", [["1 rank", "2 ranks"]]),
-    ("multi_gpu", "64 cores", "quick", [["1 rank", "2 ranks"]] * 3),
     ("multi_gpu", "8 GPUs", "full", [["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]] * 10),
-    ("workers", "2 cores", "quick", [["0 workers", "2 workers", "1 worker"]]),
     ("workers", "64 cores", "full", [[f"{n} worker{'s' * (n != 1)}" for n in (0, 20, 1, 2, 4, 8, 12, 16)]] * 3),
-    ("torch_compile", "2 cores", "quick", [["eager", "compiled"]]),
     (
         "torch_compile",
         "8 GPUs",
@@ -123,7 +118,6 @@ GRIDS: list[tuple[str, str, str, list[list[str]]]] = [
         [["eager", "compiled", "compiled, CUDA graphs", "compiled block by block"]] * 2,
     ),
     ("batch_size", "2 cores", "full", [[f"batch {32 * 2**i}" for i in range(5)]]),
-    ("batch_size", "1 GPU", "quick", [[f"batch {128 * 2**i}" for i in range(5)]]),
 ]
 
 
@@ -191,23 +185,14 @@ ONE_CELL: dict[str, list[Any]] = {
         ("multi_gpu", {"global_batch_sizes": [16, -4]}, ["global_batch_sizes", "-4", "at least 1"]),
         ("amp", {"precisions": ["fp7"]}, ["precisions", "'fp7'", "fp32, tf32, fp16, bf16"]),
         ("amp", {"global_batch_size": "16"}, ["global_batch_size", "'16'"]),
-        ("workers", {"precisions": ["fp16"]}, ["precisions", "'fp16'", "fp32, bf16"]),
-        ("batch_size", {"global_batch_sizes": [3], "world_size": 2}, ["3", "2 ranks"]),
-        ("torch_compile", {"loader_workers": -1}, ["loader_workers", "-1", "at least 0"]),
         ("torch_compile", {"loader_workers": 3}, ["loader_workers", "3", "2 cores"]),
         ("bottleneck", {"precison": "bf16"}, ["precision"]),
         ("bottleneck", {"workload": "mine:step"}, ["workload is 'mine:step'"]),
-        ("bottleneck", {"loader": "files", "loader_workers": 9}, ["loader_workers is 9"]),
-        ("bottleneck", {"world_size": 3}, ["3 CPU ranks"]),
         ("bottleneck", {"only": ["bf17"]}, ["only is 'bf17'"]),
-        ("bottleneck", {"precision": "fp16"}, ["'fp16'"]),
-        ("all_reduce", {"message_bytes": []}, ["message_bytes"]),
         ("all_reduce", {"message_bytes": [1022]}, ["message_bytes has 1022"]),
-        ("all_reduce", {"world_sizes": [3]}, ["3 CPU ranks need 3 cores"]),
         ("all_reduce", {"world_sizes": [1]}, ["world_sizes has 1"]),
         ("search", {"only": {"speed": ["all"]}}, ["only is 'speed'"]),
         ("search", {"only": {"precision": ["fp16"]}}, ["only precision has 'fp16'"]),
-        ("search", {"only": {"ranks": [64]}}, ["only ranks is '64'"]),
         ("search", {"only": {"memory": "nchw"}}, ["give a list"]),
         ("search", {"only": ["precision"]}, ["only is"]),
         ("search", {"only": ONE_CELL}, ["nothing is left"]),
@@ -215,7 +200,6 @@ ONE_CELL: dict[str, list[Any]] = {
         ("amp", {"images": 400}, ["images", "400", "seeds"]),
         ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, ["images", "16", "64"]),
         ("workers", {"seeds": 8}, ["seeds", "8", "workers", "amp"]),
-        ("profile", {"images": 400}, ["images", "400", "profile"]),
         ("peers", {"seeds": 8, "network": "seed"}, ["seeds", "8", "levers"]),
     ],
 )
