@@ -108,30 +108,6 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
     assert one != epoch(seed=1)
 
 
-BATCHES = """
-def ready(config, context):
-    model = Net()
-    images, labels = data().tensors
-    size = config.rank_batch_size
-    batches = [(images[i : i + size], labels[i : i + size]) for i in range(0, 32, size)]
-    return Training(model=model, data=batches, loss=loss)
-
-def once():
-    return Training(model=Net(), data=iter([data()[:8]] * 3), loss=loss)
-"""
-
-
-def test_ready_batches_begin_anew(made: Make) -> None:
-    workload = made(BATCHES, "ready")
-    train(workload, 10)
-    found = seen(workload, 10)
-    assert found["offers"] == ["loss", "eager"]
-    assert found["adam"] == "fused"
-    assert mismatches(config("ready"), [found]) == []
-    with pytest.raises(RuntimeError, match=r"the batches of mine:once \(mine.py, line \d+\) ended after 3: give"):
-        train(made(BATCHES, "once"), 4)
-
-
 BAD = {
     "5": "DEF) returned int",
     "Training(model=7, data=data(), loss=loss)": "model is int",
@@ -183,6 +159,15 @@ def test_what_compiles_by_itself_offers_no_eager_step(made: Make, given: str) ->
 
 
 ORDINARY = """
+def ready(config, context):
+    images, labels = data().tensors
+    size = config.rank_batch_size
+    batches = [(images[i : i + size], labels[i : i + size]) for i in range(0, 32, size)]
+    return Training(model=Net(), data=batches, loss=loss)
+
+def once():
+    return Training(model=Net(), data=iter([data()[:8]] * 3), loss=loss)
+
 def last():
     return Training(model=Net().to(memory_format=torch.channels_last), data=data(), loss=loss)
 
@@ -215,6 +200,7 @@ def samples():
 
 def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
     for function, words in (
+        ("ready", []),
         ("last", []),
         ("stream", []),
         ("short", []),
@@ -225,23 +211,29 @@ def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
         train(workload, 9)  # an epoch, and what begins the next
         found = mismatches(config(function), [seen(workload, 9)])
         assert [line.rpartition(", ")[2] for line in found] == words
+        assert ("dataset" in workload.witness()["offers"]) == (function in ("last", "autocasting"))
     with pytest.raises(TypeError, match="give single samples as a Dataset"):
         train(made(ORDINARY, "samples"), 1)
     small = made(ORDINARY, "short", global_batch_size=16)
     train(small, 1)
     (line,) = mismatches(config("short", global_batch_size=16), [seen(small, 1)])
     assert "16 images a step on a rank, 16 in 1 steps, rank 0 used 8" in line, "at once, not after a search for more"
+    with pytest.raises(RuntimeError, match=r"the batches of mine:once \(mine.py, line \d+\) ended after 3: give"):
+        train(made(ORDINARY, "once"), 4)
 
 
 def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:
     noisy = """
 def noisy():
+    model = nn.Sequential(Net(), nn.BatchNorm1d(10), nn.Dropout(0.5))
+    model[1].eval()
     return Training(
-        model=nn.Sequential(Net(), nn.Dropout(0.5)), data=data(), loss=loss,
-        held_out_loss=lambda model: model(data()[:8][0] + torch.randn(8, 3, 8, 8)).mean(),
+        model=model, data=data(), loss=loss,
+        held_out_loss=lambda model: model(data()[:8][0] + torch.randn(8, 3, 8, 8)).mean() + 100 * model.training,
     )
 """
     looked, alone = made(noisy, "noisy"), made(noisy, "noisy")
+    frozen = [module.training for module in looked.network.modules()]
     found: list[float] = []
     for batch in itertools.islice(alone.batches(), 4):
         torch.manual_seed(len(found))
@@ -252,6 +244,9 @@ def noisy():
         torch.manual_seed(len(found) - 1)
         assert float(looked.step(batch)) == loss
     assert len(set(found)) == 4
+    assert max(found) < 50, "all in eval mode"
+    assert [module.training for module in looked.network.modules()] == frozen
+    assert len(set(frozen)) == 2
 
 
 @pytest.mark.parametrize("given", ["loss=loss", "step=lambda model, batch: loss(model, batch)"])
@@ -261,22 +256,6 @@ def test_kernels_are_chosen_as_the_code_has_it_and_a_step_keeps_its_number_forma
     workload.held_out_loss(draws=1)
     assert torch.backends.cuda.matmul.allow_tf32 is ("step" in given)
     assert not torch.backends.cudnn.benchmark
-
-
-def test_the_held_out_loss_leaves_frozen_layers_frozen(made: Make) -> None:
-    workload = made(
-        """
-def frozen():
-    model = nn.Sequential(Net(), nn.BatchNorm1d(1)).train()
-    model[1].eval()
-    return Training(model=model, data=data(), loss=loss, held_out_loss=lambda model: float(model.training))
-""",
-        "frozen",
-    )
-    before = [module.training for module in workload.network.modules()]
-    assert workload.held_out_loss(draws=1)["loss"] == 0, "all in eval mode"
-    assert [module.training for module in workload.network.modules()] == before
-    assert len(set(before)) == 2
 
 
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:

@@ -34,6 +34,7 @@ STEPPING = dataclasses.replace(
     WHOLE, options=(*WHOLE.options, ("number_format", "own")), offers=("training", "dataset", "held_out_loss", "eager")
 )
 BATCHES = dataclasses.replace(WHOLE, offers=("training", "loss", "eager"))
+COMPILING = dataclasses.replace(WHOLE, offers=WHOLE.offers[:-1])
 LOOP = Own(name="mine:loop", options=(("number_format", "own"),))
 
 
@@ -104,14 +105,6 @@ def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_
     assert found.baseline.precision == "tf32"
 
 
-def test_what_compiles_by_itself_is_compiled_in_no_search() -> None:
-    own = dataclasses.replace(WHOLE, offers=WHOLE.offers[:-1])
-    found = ask("search", setups.setup("full", gpus=1, images=setup(own).images, own=own)).space
-    assert found is not None
-    assert [value.key for value in found.settings["compile"]] == ["off"]
-    assert "compiled, CUDA graphs" in dict(found.left_out)
-
-
 def test_its_figures_lie_beside_those_of_the_labs_trainer() -> None:
     files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
     assert files == ["03_amp", "03_amp_mine_make"]
@@ -121,7 +114,7 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
     for own, question, reason in (
         (STEPPING, "amp", "mine:make has a step of its own, whose number format is its own too"),
         (BATCHES, "workers", "mine:make gives ready batches and no dataset"),
-        (dataclasses.replace(WHOLE, offers=WHOLE.offers[:-1]), "torch_compile", "mine:make compiles by itself"),
+        (COMPILING, "torch_compile", "mine:make compiles by itself"),
         *((LOOP, question, "mine:loop does its own steps, in which nothing can be set") for question in FOR_OWN[1:]),
     ):
         asked = ask(question, setup(own))
@@ -130,14 +123,15 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
         assert [c.work_name for c in asked.configurations] == [own.name]
 
 
-@pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES])
+@pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES, COMPILING])
 def test_a_search_varies_what_can_be_set_and_sets_out_from_the_code_as_it_is(own: Own) -> None:
     found = ask("search", setup(own, "full")).space
     assert found is not None
     assert found.baseline == setup(own).config(global_batch_size=found.baseline.global_batch_size)
     varied = {name: [v.key for v in values] for name, values in found.settings.items() if len(values) > 1}
     assert varied["memory"] == ["nchw", "channels_last"]
-    assert varied["compile"] == ["off", "whole"]
+    assert varied.get("compile") == (None if own is COMPILING else ["off", "whole"])
+    assert ("compiled" in dict(found.left_out)) == (own is COMPILING)
     assert varied.get("precision") == (None if own is STEPPING else ["fp32", "bf16"])
     assert varied.get("loader") == (None if own is BATCHES else ["files-0", "files-1", "files-2"])
     assert len(found.cells) == math.prod(map(len, varied.values()))
