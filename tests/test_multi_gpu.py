@@ -11,7 +11,7 @@ from conftest import Call
 from scaled_records import ONE, strong, switched_off, weak
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import NETWORKS, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.bands import S000, Bands, bands
 from ddpm_lab.explain.selection import Study
@@ -85,40 +85,23 @@ def test_the_published_thresholds(parameters: int, batches: tuple[int, ...], ans
     assert {prior(parameters, batch)[0] for batch in batches} == {answer}
 
 
-def test_every_network_has_its_count() -> None:
-    """The counts themselves are those of ``test_unet``, which builds the networks."""
-    unet = pytest.importorskip("ddpm_lab.diffusion.unet")
-    import torch  # noqa: PLC0415 - the module under test must not need it
-
-    with torch.device("meta"):
-        counted = {name: unet.count_parameters(unet.build_network(name)) for name in NETWORKS}
-    assert counted == PARAMETERS
-
-
-QUIET: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
-
-
 @pytest.mark.parametrize(
     ("ratios", "values", "answer", "ratio"),
     [
-        ({2: 1.3}, {}, MULTI, 1.3),
         ({2: 0.8, 4: 1.5, 8: 1.2}, {}, MULTI, 1.5),  # one that is faster is enough
         ({2: 0.7, 4: 0.8}, {}, SINGLE, 0.8),  # the best of what is slower
-        ({2: 1.0, 4: 0.8}, QUIET, SINGLE, 1.0),
+        ({2: 1.0, 4: 0.8}, {"set_noise": 0.002, "turn_noise": 0.001}, SINGLE, 1.0),
         ({2: 0.5, 4: 1.0}, {"set_noise": 0.05}, stats.INCONCLUSIVE, 1.0),
         ({2: 1.9}, {"count": 2}, stats.INCONCLUSIVE, 1.9),
-        # A repeated baseline that differs by more than the ranks gain leaves no answer.
-        ({2: 1.15}, {"twin_ratio": 1.2}, stats.INCONCLUSIVE, None),
-        ({2: 1.9}, {"twin_ratio": 1.2}, MULTI, None),
     ],
 )
 def test_what_was_measured_overrules_the_prior(
-    ratios: dict[int, float], values: dict[str, Any], answer: str, ratio: float | None
+    ratios: dict[int, float], values: dict[str, Any], answer: str, ratio: float
 ) -> None:
     found = ask(gpus(ratios, batch=16, **values), batch=16)
     assert prior(10_050_819, 16)[0] == SINGLE
     assert (found.answer, found.source, found.measured_batch) == (answer, "measured", 16)
-    assert ratio is None or found.ratio == pytest.approx(ratio, rel=0.05)
+    assert found.ratio == pytest.approx(ratio, rel=0.05)
     assert bool(found.way_out()) == (answer == stats.INCONCLUSIVE)
 
 
