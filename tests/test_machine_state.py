@@ -78,7 +78,7 @@ def test_a_gpu_is_told_with_units() -> None:
     assert set(column(answer(study).table(), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"
 
 
-@pytest.mark.parametrize("experiment", ["amp", "torch_compile", "multi_gpu", "peers"])
+@pytest.mark.parametrize("experiment", ["amp", "multi_gpu"])
 def test_energy_stands_beside_speed_where_the_cards_count_it(experiment: str) -> None:
     records = [replace(r, experiment=experiment) for r in ranks("cuda")]
 

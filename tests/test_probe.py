@@ -20,7 +20,6 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.planning import plan_question
-from ddpm_lab.training import setting
 from ddpm_lab.training.run_folder import RunFolder
 from ddpm_lab.training.stopping import without_sigterm
 
@@ -205,11 +204,7 @@ def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play)
     assert not machine.steps
 
 
-def test_a_bottleneck_is_looked_for_in_the_settings_that_train_takes(
-    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (probe, setting):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+def test_a_bottleneck_is_looked_for_in_the_settings_that_train_takes(tmp_path: Path, play: Play) -> None:
     how: dict[str, Any] = {"output_dir": tmp_path, "global_batch_size": 8, "cores": 1, "quiet": True}
     settings: tuple[tuple[dict[str, str], str], ...] = (
         ({}, "ff"),
@@ -249,7 +244,6 @@ def test_another_trainer_gets_the_formats_in_which_it_is_fastest_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = RunConfig(workload="ddpm_lab.training.peers:diffusers", precision="bf16", freed_memory="kept")
-    monkeypatch.setattr(probe, "multiplies_bf16", lambda: True)
     how: dict[str, Any] = {"threads": 2, "output": tmp_path, "probing": True, "progress": lambda _: None}
     asked = {**how, "probing": False}
     assert probe.formats_of(theirs, **asked) == {"precision": "bf16", "channels_last": True}, "nothing is measured"

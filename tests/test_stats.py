@@ -33,7 +33,7 @@ def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> No
         assert stats.quotient_interval((0.3,) * 3, (known_b,) * 3) == pytest.approx((0.3 / known_b,) * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("few", "many", "spread"), [(2, 6, 0.05), (3, 6, 0.05), (3, 12, 0.02), (3, 12, 0.1)])
+@pytest.mark.parametrize(("few", "many", "spread"), [(2, 6, 0.05), (3, 12, 0.1)])
 def test_the_interval_of_a_quotient_covers_it(few: int, many: int, spread: float) -> None:
     """Few and many values on each side, as compile times and set ratios are."""
     rng, hits = np.random.default_rng(0), []
