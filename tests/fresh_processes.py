@@ -5,8 +5,6 @@ A test module has none of its own there: some packages install a top-level ``tes
 
 import dataclasses
 import os
-import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,6 @@ from torch._dynamo.utils import counters
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.network import configured_network
-from ddpm_lab.measure.process import Heartbeat
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
@@ -27,14 +24,6 @@ def context(rank: int = 0, world_size: int = 1, **changes: Any) -> RankContext:
     counters.clear()  # a rank's process has compiled nothing before
     usual: dict[str, Any] = {"device": "cpu", "threads": 1, "mark": lambda _: None}
     return RankContext(rank=rank, world_size=world_size, **{**usual, **changes})
-
-
-def write_marks(path: Path, seconds: float) -> None:
-    beat = Heartbeat(path)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        beat.steps += 1
-        beat.mark("forward" if beat.steps % 2 else "backward")
 
 
 class DoublePrecision(Trainer):

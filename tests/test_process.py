@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import psutil
 import pytest
 import torch
 from conftest import alive, wait_for
-from fresh_processes import context, write_marks
+from fresh_processes import context
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -24,23 +26,30 @@ from ddpm_lab.measure.process import BEAT, Heartbeat, kill_group
 from ddpm_lab.measure.rank import make_workload
 from ddpm_lab.workload import RankContext
 
+WRITER = """
+import sys, time
+from pathlib import Path
+from ddpm_lab.measure.process import Heartbeat
+beat, end = Heartbeat(Path(sys.argv[1])), time.monotonic() + 0.5
+while time.monotonic() < end:
+    beat.steps += 1
+    beat.mark("forward" if beat.steps % 2 else "backward")
+"""
 
-@pytest.mark.slow
+
 def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     """A torn mark would look like a rank that has been silent since the machine started."""
     (tmp_path / "beat").write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
     beat = Heartbeat(tmp_path / "beat")
-    writer = multiprocessing.get_context("spawn").Process(target=write_marks, args=(tmp_path / "beat", 2.0))
-    writer.start()
     seen = 0
-    while writer.is_alive():
-        said = beat.read()
-        assert said.silent_seconds < 30
-        assert said.phase in ("start", "forward", "backward")
-        assert said.marks == said.steps
-        seen = max(seen, said.steps)
-    writer.join()
-    assert writer.exitcode == 0
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "beat")]) as writer:
+        while writer.poll() is None:
+            said = beat.read()
+            assert said.silent_seconds < 30
+            assert said.phase in ("start", "forward", "backward")
+            assert said.marks == said.steps
+            seen = max(seen, said.steps)
+    assert writer.returncode == 0
     assert seen > 1000
 
 

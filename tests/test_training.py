@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import itertools
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,13 @@ def test_looking_in_between_changes_nothing_and_only_rank_0_does(config: RunConf
     advance(watched, 2)
     assert equal(plain.state(), watched.state())
     assert "No such file" in (watched.save(path=str(tmp_path / "none" / "a.pt")) or ""), "a sentence, and no error"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))
+    try:
+        assert "File too large" in (watched.save(path=str(tmp_path / "a.pt")) or ""), "as on a full disk"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read(tmp_path / "a.pt").step == 2, "the old checkpoint"
 
 
 def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConfig) -> None:
