@@ -62,19 +62,15 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
         assert all(len(rank.losses) == sum(w.steps for w in r.windows) for rank in r.ranks)
 
 
-@pytest.mark.slow
 def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = dataclasses.replace(busy_config(), oversubscribe=False)
-    for machine, experiment, mechanism in (
-        (make.CPU, "amp", False),
-        (make.GPUS, "amp", True),
-        (make.GPUS, "compare", False),
-    ):
+    member = Member("baseline", "busy", dataclasses.replace(busy_config(), oversubscribe=False))
+    rows = [(make.CPU, "amp", False), (make.GPUS, "amp", True), (make.GPUS, "compare", False)]
+    for machine, experiment, mechanism in rows:
         monkeypatch.setattr(sets, "environment", lambda machine=machine: make.environment(machine))
-        records = measured(instrument, short_plan, baseline=alone, experiment=experiment)
-        assert {(r.status, r.mechanism_only) for r in records} == {("ok", mechanism)}
+        run = sets._Set(instrument, [member], short_plan, {"experiment": experiment, "family": "busy"})
+        assert run.record(run.seats[0]).mechanism_only is mechanism
 
 
 def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
@@ -113,7 +109,6 @@ def test_a_set_that_cannot_count_any_more_ends_after_its_turn(
     monkeypatch.setattr(sets, "crowded", lambda kept, to_come: len(kept) == 2 and to_come == 1)
     plan = Plan(turns=3, window_steps=2)
     assert [len(r.windows) for r in measured(instrument, plan, gives_up=True)] == [2, 2]
-    assert [len(r.windows) for r in measured(instrument, plan)] == [3, 3]
 
 
 @pytest.mark.alone
@@ -138,28 +133,22 @@ def test_a_script_may_be_silent_as_long_as_an_evaluation_lasts(instrument: Instr
 def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Seat, "card_share", 0.8)
-    records = measured(instrument, short_plan)
-    assert [(r.status, len(r.windows)) for r in records] == [("ok", 2)] * 2
-    assert len({w.images for r in records for w in r.windows}) == 1
-    assert all(r.stages["start"] > 0 for r in records)
+    """Fewer turns, also where they were found not to fit after their number was chosen."""
 
+    def together(run: Any) -> None:
+        run.plan = dataclasses.replace(run.plan, turns=40)
+        raise sets._DoesNotFitTogether
 
-@pytest.mark.slow
-def test_a_set_that_no_longer_fits_in_its_turns_is_not_restarted_for_as_many(
-    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = sets._Set._take_turns
-
-    def take_turns(run: Any, *given: Any) -> None:
-        if len(given) == 3:  # beside each other
-            raise sets._DoesNotFitTogether
-        real(run, *given)
-
-    monkeypatch.setattr(sets._Set, "_take_turns", take_turns)
     monkeypatch.setattr(sets, "TURNS_ALONE", 1)
-    records = measured(instrument, dataclasses.replace(short_plan, turns=0), turns=lambda *_: 40)
-    assert [(r.plan.turns, len(r.windows)) for r in records] == [(1, 1)] * 2
+    with monkeypatch.context() as full:
+        full.setattr(Seat, "card_share", 0.8)
+        found = [measured(instrument, short_plan)]
+    monkeypatch.setattr(sets._Set, "together", together)
+    found.append(measured(instrument, dataclasses.replace(short_plan, turns=0)))
+    for records, turns in zip(found, (short_plan.turns, 1), strict=True):
+        assert [(r.status, r.plan.turns, len(r.windows)) for r in records] == [("ok", turns, turns)] * 2
+        assert len({w.images for r in records for w in r.windows}) == 1
+        assert all(r.stages["start"] > 0 for r in records)
 
 
 @pytest.mark.alone

@@ -1,6 +1,5 @@
 """Jobs on SLURM, from the job script to the table: with a stand-in for srun, and with a real one of two nodes."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -23,7 +22,7 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.files import CHECKOUT, LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import RunRecord
-from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Summary, append_new, read_log, tell
+from ddpm_lab.reports.summary import RUNS, Summary, append_new, read_log, tell
 
 SCRIPT = CHECKOUT / "scripts" / "slurm.sh"
 ODD = """it's a "job" $(touch made) `touch made` %j;&\\ --"""
@@ -151,31 +150,12 @@ def test_the_table_of_jobs(call: Call, tmp_path: Path) -> None:
         Path(f"slurm-{number}.out").write_text(line(Summary(job_id=str(number), configuration='one, "two"', **values)))
     assert call("collect", "--output-dir", tmp_path)[0] == 0
     Path("slurm-44.out").write_text("RuntimeError: no \x1b[31mkernel\n")
-    code, out, err = call("collect", "--output-dir", tmp_path, "--json", "--csv", "table.csv")
+    code, out, err = call("collect", "--output-dir", tmp_path, "--json")
     assert (code, err) == (1, f"0 new records: {tmp_path / LEDGER}\n")
     found = json.loads(out)
     assert [run["speed_up"] for run in found["runs"]] == [None, pytest.approx(3.81, abs=0.005), None]
     assert [run["seconds"] for run in found["runs"]] == [362.45, 95.23, None]
     assert "RuntimeError: no" in found["runs"][2]["note"]
-    with Path("table.csv").open(newline="") as file:
-        table = [(row["Configuration"], row["Time (s)"]) for row in csv.DictReader(file)]
-    assert table == [('one, "two"', "362.45"), ('one, "two"', "95.23"), (NO_SUMMARY, "")]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("work")
-def test_measured_in_a_job_and_collected(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", data, "--image-size", 8)
-    log = job(42, "run", *single, "--batch-sizes", 8)
-    code, out, err = call("collect", log, "--json", "--output-dir", tmp_path)
-    records = held(tmp_path / LEDGER)
-    assert (code, len(records)) == (0, int(err.split()[0])), log.read_text()
-    assert {r.environment.slurm_job_id for r in records} == {"42"}
-    (run,) = json.loads(out)["runs"]
-    assert run["seconds"] == pytest.approx(sum(w.seconds for r in records if r.role == "baseline" for w in r.windows))
 
 
 # --- a real SLURM ----------------------------------------------------------------------------------------------------
