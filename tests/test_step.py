@@ -1,4 +1,4 @@
-"""What a step says of itself: what torch.compile did, and whether gradients were really exchanged."""
+"""What a step says of itself, and every way in which a label can lie is named."""
 
 import dataclasses
 import itertools
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from fresh_processes import context
 from torch import Tensor, nn
 
-from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.config import NCCL, OWN, RunConfig
 from ddpm_lab.diffusion.step import allow_tf32, compile_seen, require
+from ddpm_lab.measure.rank import nccl_seen
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining
+from ddpm_lab.training.setting import Own
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import Training, Unsupported
 
@@ -226,3 +228,98 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> No
 def test_a_parameter_that_ranks_would_wait_for_is_told_with_a_way_out(whole: bool) -> None:
     with pytest.raises(TypeError, match=r"mine:make .*: the loss leaves .*: freeze them .*, add 0 times their sum"):
         trained(LABEL, "unused", whole=whole)
+
+
+# --- the witness ---
+
+SETTINGS = {"precision": "bf16", "compile": "whole", "loader": "files", "loader_workers": 2, "data_sha256": "abc"}
+WITNESSED = RunConfig(device="cuda", world_size=2, **SETTINGS)  # type: ignore[arg-type]
+CUDA_GRAPHS = dataclasses.replace(WITNESSED, compile_mode="reduce-overhead")
+RECORDED = {"compile_mode": "reduce-overhead", "cuda_graphs": 2, "cuda_graph_skips": 0}
+FP16 = dataclasses.replace(WITNESSED, precision="fp16")
+ONE = RunConfig()
+
+
+def saw(rank: int, **changes: Any) -> dict[str, Any]:
+    """What an honest rank of WITNESSED says, with ``changes``."""
+    return {
+        **{"rank": rank, "world_size": 2, "device": f"cuda:{rank}", "device_uuid": f"GPU-{rank}", **SETTINGS},
+        **{"unlisted_modules": [], "steps": 10, "images": 10 * WITNESSED.rank_batch_size},
+        **{"indices_sha256": f"share {rank}", **changes},
+    }
+
+
+def alone(**said: Any) -> dict[str, Any]:
+    """A workload that says nothing of itself is judged only on what the lab sees."""
+    return {"rank": 0, "world_size": 1, "device": "cpu", "device_uuid": None, **said}
+
+
+def test_honest_labels_pass() -> None:
+    early = RECORDED | {"cuda_graphs": 0, "steps": 2, "images": 32}  # not recorded yet
+    asked = RunConfig(freed_memory="kept", threads=2)
+    for label, ranks in (
+        (WITNESSED, [saw(0), saw(1)]),
+        (WITNESSED, [saw(1), saw(0)]),
+        (dataclasses.replace(WITNESSED, oversubscribe=True), [saw(0), saw(1, device_uuid="GPU-0")]),
+        (CUDA_GRAPHS, [saw(0, **RECORDED), saw(1, **RECORDED)]),
+        (CUDA_GRAPHS, [saw(0, **RECORDED), saw(1, **early)]),
+        (FP16, [saw(rank, precision="fp16", autocast_scaler=True) for rank in (0, 1)]),
+        (ONE, [alone()]),
+        # Another allocator may keep freed memory by itself, and threads are else what the machine had.
+        *((ONE, [alone(freed_memory=kind, threads=2)]) for kind in ("kept", "default")),
+        (asked, [alone(freed_memory="kept", threads=2)]),
+        (RunConfig(revision="1234567890ab"), [alone(astray_modules=[])]),
+    ):
+        assert mismatches(label, ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("label", "lie", "words"),
+    [
+        (WITNESSED, {"world_size": 1}, "world_size 2, rank 1 ran with 1"),
+        (WITNESSED, {"device": "cpu"}, "device cuda, rank 1 ran on cpu"),
+        (WITNESSED, {"precision": "fp32"}, "precision bf16, rank 1 ran with fp32"),
+        (WITNESSED, {"compile": "off"}, "compile whole, rank 1 ran with off"),
+        (WITNESSED, {"loader_workers": 0}, "loader_workers 2, rank 1 ran with 0"),
+        (WITNESSED, {"data_sha256": "xyz"}, "data_sha256 abc, rank 1 ran with xyz"),
+        (WITNESSED, {"exchange_hook": "bf16"}, "exchange_hook none, rank 1 ran with bf16"),
+        (WITNESSED, {"nccl": "pcie"}, "nccl default, rank 1 ran with pcie"),
+        (WITNESSED, {"images": 159}, "160 in 10 steps, rank 1 used 159"),
+        (WITNESSED, {"indices_sha256": "share 0"}, "used the same images"),
+        (WITNESSED, {"device_uuid": "GPU-0"}, "2 ranks ran on 1 distinct GPUs"),
+        (WITNESSED, {"host": "elsewhere"}, "1 hosts, the ranks ran on 2"),
+        (WITNESSED, {"unlisted_modules": ["helper", "other"]}, "rank 1 loaded helper, other,"),
+        (CUDA_GRAPHS, RECORDED | {"cuda_graphs": 0}, "rank 1 recorded 0 and skipped 0;"),
+        (CUDA_GRAPHS, RECORDED | {"cuda_graphs": 1, "cuda_graph_skips": 1}, "rank 1 recorded 1 and skipped 1;"),
+        (CUDA_GRAPHS, {"compile_mode": "default"}, "compile_mode reduce-overhead, rank 1 ran with default"),
+        (FP16, {"precision": "fp16", "autocast_scaler": False}, "without a gradient scaler"),
+    ],
+)
+def test_each_lie_is_named_with_its_rank(label: RunConfig, lie: dict[str, Any], words: str) -> None:
+    honest: dict[str, Any] = RECORDED if label == CUDA_GRAPHS else {"precision": label.precision}
+    (sentence,) = mismatches(label, [saw(0, host="here", **honest), saw(1, **{"host": "here", **lie})])
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_what_was_asked_for_and_a_revision_are_judged_too() -> None:
+    label, lies = RunConfig(freed_memory="kept", threads=1), alone(freed_memory="default", threads=2)
+    assert len(mismatches(label, [lies])) == 2
+    assert [len(mismatches(WITNESSED, [saw(rank) for rank in ranks])) for ranks in ([0], [1, 2], [])] == [1, 1, 1]
+    (sentence,) = mismatches(RunConfig(revision="1234567890ab"), [alone(astray_modules=["mine", "pack.inner"])])
+    assert "revision 1234567890ab, rank 0 loaded mine, pack.inner from the working tree" in sentence
+
+
+def test_the_settings_of_nccl_are_read_back_from_the_environment() -> None:
+    for changes, seen in (({}, "pcie"), ({"NCCL_ALGO": "Ring"}, "default"), ({"NCCL_SOCKET_IFNAME": "eth0"}, "pcie")):
+        said = nccl_seen({"PATH": "/bin", **NCCL["pcie"], **changes})
+        assert said == {"nccl": seen, "nccl_environment": {**NCCL["pcie"], **changes}}
+    assert nccl_seen({"PATH": "/bin"}) == {"nccl": "default", "nccl_environment": {}}
+
+
+def test_a_training_of_the_users_that_nothing_of_was_compiled_is_refused() -> None:
+    label = RunConfig(**Own(name="mine:make").settings(), compile="whole")
+    told = {"maker": "mine.py, line 3", "steps": 20, "compile": "whole", "compiled_frames": 1}
+    assert not [line for line in mismatches(label, [alone(**told, graphs=1)]) if "mine:make" in line]
+    (line,) = [line for line in mismatches(label, [alone(**told, graphs=0)]) if "mine:make" in line]
+    assert line.startswith("mine:make (mine.py, line 3) compiled nothing in 20 steps")
