@@ -1,5 +1,7 @@
-"""Notebooks run headlessly: what is published, what is refused, and what a stop or a kill leaves."""
+"""Notebooks run headlessly: what is published, what is refused, what a stop or a kill leaves, and the index."""
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -8,16 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import papermill
 import psutil
 import pytest
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
+from ddpm_lab.explain.pages import Page, answers
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -272,3 +277,88 @@ def test_a_smoke_report_is_whole() -> None:
         assert (output / "image_output" / f"{page.name}.png").is_file()
         assert fetched((folder / f"{page.name}.html").read_text()) == []
     assert list((output / "trace_output").glob("*.json.gz"))
+
+
+# --- the index ---
+
+THIS_CPU = "This CPU, 2 cores, no GPU"
+
+
+def page(experiment: str, headline: str, *, state: str = "done", preset: str = "quick", **finding: Any) -> Page:
+    given = {"experiment": experiment, "headline": headline, "status": "answered", "verdict": "faster", **finding}
+    return Page(name=experiment, title=experiment, state=state, preset=preset, finding=given)
+
+
+USE = page("recommendation", "Use bf16")
+SLOWER = page("multi_gpu", "2 ranks are slower", verdict="slower")
+OPEN = page("amp", "No clear answer", status="inconclusive", way_out="ddpm-lab run amp")
+FEW = page("recommendation", "Too few sets", status="too few sets", way_out="make report")
+
+
+@pytest.mark.parametrize(
+    ("pages", "found"),
+    [
+        ([page("amp", "bf16 is 50 % faster"), USE], [("Use", ["bf16"])]),
+        ([SLOWER, USE], [("Use", ["bf16"]), ("No gain", ["2 ranks are slower"])]),
+        ([OPEN], [("Open", ["No clear answer: ddpm-lab run amp"])]),
+        ([page("exchange", "Every candidate failed", status="failed")], [("Open", ["Every candidate failed"])]),
+        ([FEW], [("Open", ["Too few sets: make report"])]),
+        ([replace(SLOWER, state=state) for state in ("failed", "stopped", "not run")], []),
+        ([page(name, "?", verdict="slower") for name in ("profile", "claims", "peers", "quality")], []),
+        ([replace(USE, preset="smoke")], [("Open", ["Use bf16"])]),
+        ([replace(USE, earlier=True), SLOWER], [("No gain", ["2 ranks are slower"])]),
+    ],
+)
+def test_what_to_use_what_gains_nothing_and_what_is_open(pages: list[Page], found: list[Any]) -> None:
+    assert answers(pages) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "preset", "status"),
+    [
+        ({}, "quick", "answered"),
+        ({"hardware": "That GPU"}, "quick", "another machine"),
+        ({"published": True}, "quick", "published"),
+        ({"hardware": "", "status": "not measured"}, "quick", "not measured"),
+        ({}, "smoke", "smoke: only tried"),
+        ({"status": "failed"}, "smoke", "failed"),
+    ],
+)
+def test_only_an_answer_of_this_machine_is_green(values: dict[str, Any], preset: str, status: str) -> None:
+    """An earlier report may lie in a checkout that several machines share."""
+    given = {"hardware": THIS_CPU, "verdict": "slower", **values}
+    found = replace(page("amp", "bf16 is slower", preset=preset, **given), here=THIS_CPU)
+    assert (found.status, found.kind == "answered") == (status, status == "answered")
+    assert (answers([found]) == []) == (status in ("another machine", "published"))
+
+
+# --- the numbered notebooks ---
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_stored_that_a_run_makes_and_every_parameter_reaches_a_call_that_takes_it(name: str) -> None:
+    notebook: Any = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    parameters = papermill.inspect_notebook(FOLDER / f"{name}.ipynb")
+    assert all(each["help"] for each in parameters.values())
+    calls = [
+        node.value
+        for cell in notebook.cells
+        if cell.cell_type == "code" and "answer = " in cell.source
+        for node in ast.parse(cell.source).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    ]
+    (call,) = calls
+    assert [(word.arg, ast.unparse(word.value)) for word in call.keywords] == [(each, each) for each in parameters]
+    question = [ast.literal_eval(word) for word in call.args]
+    assert question in ([], [name.partition("_")[2]])
+    signature = inspect.signature(getattr(experiments, ast.unparse(call.func).partition(".")[2]))
+    given = {each: ast.literal_eval(value["default"]) for each, value in parameters.items()}
+    signature.bind(*question, **given)
+    for each, value in given.items():
+        if each in signature.parameters:
+            assert signature.parameters[each].default == value, f"{each} differs from the default of the call"
