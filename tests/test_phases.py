@@ -42,14 +42,14 @@ def take(g: Group, settle: int = SETTLE, steps: int = STEPS) -> list[dict[str, A
 Known = list[tuple[dict[str, Any], dict[str, float]]]
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.008], ids=["all named", "some unnamed"])
-def known(request: pytest.FixtureRequest) -> Known:
+@pytest.fixture(scope="module")
+def known() -> Known:
     """Windows, each with the workload's own truth of the same steps, in seconds per step.
 
     Several, for medians: a process that loses its core between a mark and the workload's own look at the clock spoils
     one window. No phase is short: what Python does between the two looks is some 40 us on a slow machine.
     """
-    with group("phased", unnamed_seconds=request.param) as g:
+    with group("phased", unnamed_seconds=0.008) as g:
         budgets = [take(g, settle=1, steps=6)[0] for _ in range(5)]
         (witness,) = g.witness()
     windows = [budget[variant] for budget in budgets for variant in ("unsynchronised", "synchronised")]
