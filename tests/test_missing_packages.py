@@ -42,30 +42,20 @@ def lab(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Co
 
 
 @pytest.mark.slow
-def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
-    environment = without(tmp_path / "blocked", "torch", "torchvision")
-    modules = ["config", "ledger", "questions.experiments", "reports.report", "reports.published", "cli.check"]
-    modules += [f"explain.{name}" for name in ("selection", "stats", "answer", "findings", "show", "pages")]
-    modules += ["__main__", *(f"measure.{name}" for name in ("campaign", "group", "process", "sets"))]
-    code = f"import importlib\nfor m in {modules}: importlib.import_module('ddpm_lab.' + m)\nprint('all')\nimport torch"
-    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert shown.stdout == "all\n", shown.stderr
-    assert "No module named 'torch'" in shown.stderr, "torch was not blocked, so this test showed nothing"
+def test_the_half_that_explains_needs_no_torch_and_no_jupyter(tmp_path: Path) -> None:
+    environment = without(tmp_path / "blocked", "torch", "torchvision", "nbformat", "papermill")
     Ledger(tmp_path / "l.jsonl").append(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}))
-    shown = lab(tmp_path, environment, "figures", "--ledger", "l.jsonl", "--output-dir", ".")
+    shown = lab(tmp_path, environment, "figures", "--ledger", "l.jsonl", "--output-dir", str(tmp_path), "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert (tmp_path / "image_output" / "03_amp.png").is_file()
-    for words in (["run", "amp"], ["train", "--steps", "9", "--output-dir", "run"]):
-        shown = lab(tmp_path, environment, *words)
+    found = {row["experiment"]: row for row in json.loads(shown.stdout)}
+    assert (set(found), found["amp"]["verdict"]) == ({"amp", "recommendation"}, "faster")
+    assert Path(found["amp"]["figure"]).samefile(tmp_path / "image_output" / "03_amp.png")
+    assert "Example CPU 9000" in found["amp"]["hardware"]
+    commands = {"run amp": "torch", "train --steps 9 --output-dir run": "torch", "report --output-dir .": "nbformat"}
+    for words, package in commands.items():
+        shown = lab(tmp_path, environment, *words.split())
         assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
-        assert shown.stderr.startswith("ddpm-lab: torch is not installed here")
-
-
-@pytest.mark.slow
-def test_a_report_says_which_package_it_lacks(tmp_path: Path) -> None:
-    shown = lab(tmp_path, without(tmp_path / "blocked", "nbformat", "papermill"), "report", "--output-dir", ".")
-    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
-    assert "is not installed here" in shown.stderr
+        assert shown.stderr.startswith(f"ddpm-lab: {package} is not installed here")
 
 
 @pytest.mark.slow

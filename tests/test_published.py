@@ -169,21 +169,6 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     assert not published.same_picture(figure, png(drawn))
 
 
-def test_of_two_machines_one_must_be_named(tmp_path: Path, call: Call) -> None:
-    cpu = make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}, turns=2)
-    Ledger(tmp_path / "cpu.jsonl").append(cpu)
-    Ledger(tmp_path / "gpu.jsonl").append(make.on(make.GPUS, cpu))
-    both = [tmp_path / "cpu.jsonl", tmp_path / "gpu.jsonl"]
-    for act in (published.rebuild, published.publish):
-        with pytest.raises(LedgerError, match=r"2 machines.*Example CPU 9000, 2 cores.*Example GPU X"):
-            act(both, None, tmp_path)
-    code, out, _ = call("figures", "--ledger", *both, "--machine", "gpu x", "--output-dir", tmp_path, "--json")
-    found = {row["experiment"]: row for row in json.loads(out)}
-    assert (code, set(found), found["amp"]["verdict"]) == (0, {"amp", "recommendation"}, "faster")
-    assert found["amp"]["figure"] == str(tmp_path / "image_output" / "03_amp.png")
-    assert "Example GPU X" in found["amp"]["hardware"]
-
-
 def test_nothing_to_publish_missing_files_and_torn_lines_are_named(output: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(LedgerError, match=r"empty\.jsonl"):
