@@ -113,7 +113,7 @@ def test_an_interrupt_says_what_is_kept_and_cells_below_what_they_miss(tmp_path:
     try:
         for code in (
             "from ddpm_lab.explain import show\nfrom ddpm_lab.questions import experiments",
-            f"answer = experiments.run('amp', network='tiny', sets=6, output_dir={str(tmp_path)!r})",
+            f"answer = experiments.run('amp', preset='smoke', network='tiny', sets=6, output_dir={str(tmp_path)!r})",
             "show.figure(answer)",
             "show.figure(nonsense)",
         ):
