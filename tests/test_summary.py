@@ -22,20 +22,8 @@ from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
-from ddpm_lab.reports.summary import (
-    ACCURACY,
-    COLUMNS,
-    MECHANISM,
-    Summary,
-    compared,
-    differences,
-    grid,
-    of_record,
-    of_records,
-    of_study,
-    settings,
-    unexpected,
-)
+from ddpm_lab.reports import summary
+from ddpm_lab.reports.summary import ACCURACY, Summary, settings
 from ddpm_lab.training.run_folder import RunFolder
 
 BASE = RunConfig()
@@ -47,7 +35,7 @@ def row(seconds: float | None, **values: Any) -> Summary:
 
 
 def gains(found: list[Summary]) -> list[float | None]:
-    return [run.speed_up for run in compared(found) if (run.devices or 1) > 1]
+    return [run.speed_up for run in summary.compared(found) if (run.devices or 1) > 1]
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -59,9 +47,9 @@ def test_the_published_table_and_speed_ups() -> None:
         row(s, configuration=None, gpus=g, nodes=n, loss=loss, job_id=str(12345 + i), epoch_seconds=s / 50)
         for i, (g, n, s, loss) in enumerate(times)
     ]
-    shown = grid(compared(found))
+    shown = summary.grid(summary.compared(found))
     more = ["Speed-up", "Efficiency", "Rating", "Note"]
-    assert [*shown[0]] == [*list(COLUMNS)[:8], *more]
+    assert [*shown[0]] == [*list(summary.COLUMNS)[:8], *more]
     assert [[*row.values()][:11] for row in shown] == [
         ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY, "", "", ""],
         ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY, "3.81x", "95.2 %", "excellent"],
@@ -71,7 +59,7 @@ def test_the_published_table_and_speed_ups() -> None:
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5), st.floats(0.1, 1e4), st.integers(2, 64))
 def test_repeated_baselines_are_averaged_geometrically(single: list[float], several: float, gpus: int) -> None:
-    *_, one = compared([*map(row, single), row(several, gpus=gpus)])
+    *_, one = summary.compared([*map(row, single), row(several, gpus=gpus)])
     mean = math.exp(sum(math.log(s / several) for s in single) / len(single))
     assert [one.speed_up, one.efficiency] == pytest.approx([mean, mean / gpus])
     assert one.rating == S001.name(one.efficiency or 0)
@@ -84,7 +72,7 @@ def test_what_a_run_of_several_devices_is_compared_with() -> None:
     several += [row(6.0, configuration=f"c, batch {batch}", gpus=2) for batch in (16, 32)]
     found = [*lone, *several, row(4.0, configuration="a", gpus=0, ranks=2)]
     assert gains(found) == [pytest.approx(1.5), None, pytest.approx(1.5), None, None]
-    assert compared(found)[5].note.startswith("weak scaling")
+    assert summary.compared(found)[5].note.startswith("weak scaling")
     assert gains([row(100.0, epoch_seconds=10.0), row(24.0, gpus=2, epoch_seconds=6.0)]) == [pytest.approx(10 / 6)]
     assert gains([row(100.0), row(24.0, gpus=2, epoch_seconds=None)]) == [None]
 
@@ -107,23 +95,23 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     many = make.record(crowd, mechanism_only=True, windows=kept)
     untrained = make.record(RunConfig(workload="ddpm_lab.training.limits:copy"), windows=kept)
     failed = make.record(RunConfig(seed=1), role="quality", status="crashed")
-    one, tried, shared = of_records([*timed, trial, failed, many, untrained])
-    busy = of_records(make.sets({"2 ranks": (RunConfig(world_size=2), 7.0)}, crowded=range(6)))
+    one, tried, shared = summary.of_records([*timed, trial, failed, many, untrained])
+    busy = summary.of_records(make.sets({"2 ranks": (RunConfig(world_size=2), 7.0)}, crowded=range(6)))
     assert [(run.seconds, run.note, run.found) for run in busy] == 2 * [(None, phrases.DISTURBED, True)]
     assert not Summary(note=f"no summary found; its last line: {phrases.DISTURBED}").found
     assert (one.configuration, one.gpus, one.ranks, one.nodes) == ("tiny, batch 8, precision bf16", 0, 1, 1)
     assert (one.seconds, one.epoch_seconds, one.loss, one.gpu_percent) == (4.0, 4.0 * 50_000 / 800, None, 80.0)
     assert (tried.loss, tried.seconds) == (0.4, None)
-    assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, MECHANISM)
+    assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, summary.MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
-    assert [*grid([shared])[0].values()][4] == "unknown"
+    assert [*summary.grid([shared])[0].values()][4] == "unknown"
 
 
 def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
     """Times that drift between sets give another ratio of means than of pairs."""
     answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
     shown = {(r.family, r.ranks): r for r in scaling_rows(answer) if r.role != "twin"}
-    for run in of_study(answer, "ledger.jsonl"):
+    for run in summary.of_study(answer, "ledger.jsonl"):
         of = shown[run.configuration or "", run.ranks or 0]
         windows = [w for r in answer.records if (r.family, r.role) == (of.family, of.role) for w in r.windows]
         assert run.seconds == pytest.approx(sum(w.seconds for w in windows))
@@ -134,12 +122,12 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
     two = replace(base, world_size=2, global_batch_size=64)
     found = make.sets({"2 ranks": (two, 1.2)}, baseline=base, baseline_label="1 rank", experiment="multi_gpu")
     tried = make.trials({"2 ranks": (two, 0.01)}, baseline=base, seed_noise=0, pair_noise=0)
-    runs = of_study(replace(make.study(found), trials=tuple(tried)), "")
+    runs = summary.of_study(replace(make.study(found), trials=tuple(tried)), "")
     assert [run.loss for run in runs] == [pytest.approx(0.35), pytest.approx(0.36)]
-    runs = of_study(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
+    runs = summary.of_study(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
     assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
     hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
-    assert [run.seconds for run in of_study(hidden, "")] == [None, None]
+    assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -147,19 +135,19 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
 
 def test_what_is_trained_and_where_should_not_differ() -> None:
     base, other = settings(BASE), replace(BASE, seed=1, world_size=2, diffusion=DiffusionConfig(objective="v"))
-    found = differences(base, settings(other))
+    found = summary.differences(base, settings(other))
     assert found == {"world_size": (1, 2), "diffusion.objective": ("noise", "v"), "seed": (0, 1)}
-    assert set(unexpected(found, ["world_size"])) == {"seed", "diffusion.objective"}
-    faster = differences(base, settings(replace(BASE, optimizer=replace(BASE.optimizer, learning_rate=1e-3))))
-    assert unexpected(faster, ["optimizer"]) == [], "a table's name stands for all in it"
+    assert set(summary.unexpected(found, ["world_size"])) == {"seed", "diffusion.objective"}
+    faster = summary.differences(base, settings(replace(BASE, optimizer=replace(BASE.optimizer, learning_rate=1e-3))))
+    assert summary.unexpected(faster, ["optimizer"]) == [], "a table's name stands for all in it"
     with pytest.raises(ConfigError, match="'ranks'"):
-        unexpected({}, ["ranks"])
+        summary.unexpected({}, ["ranks"])
     here = make.record(replace(BASE, data="/one"))
     moved: dict[str, Any] = {"config": replace(BASE, data="/other"), "code_version": "code-2"}
     there = replace(here, environment=make.environment(make.GPUS), **moved)
-    found = differences(of_record(here), of_record(there))
+    found = summary.differences(summary.of_record(here), summary.of_record(there))
     assert list(found) == ["machine", "code version"], "and not the place of the images"
-    assert differences(of_record(here), base) == {}, "what a file cannot know does not differ"
+    assert summary.differences(summary.of_record(here), base) == {}, "what a file cannot know does not differ"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
