@@ -253,6 +253,19 @@ def test_two_ranks_equal_one_on_the_same_global_batch(usual: RunConfig, tmp_path
     assert float((one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()) < 1e-9
 
 
+def test_loaders_train_to_identical_weights(usual: RunConfig, data: Path) -> None:
+    small = dataclasses.replace(usual, data=str(data), image_size=8, global_batch_size=512)
+    found = set()
+    for loader, workers in (("packed", 0), ("files", 2), ("resident", 0)):
+        trainer = Trainer(dataclasses.replace(small, loader=loader, loader_workers=workers), context())
+        train(trainer, 5)  # over the end of an epoch, which is within a batch
+        said = trainer.witness()
+        assert (said["loader"], said["loader_workers"], said["images"]) == (loader, workers, 2_560)
+        found.add((trainer.weights_sha256(), said["indices_sha256"]))
+        trainer.close()
+    assert len(found) == 1
+
+
 def test_the_witness_is_not_the_label(usual: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that forgets its autocast is seen, whatever the configuration says."""
     trainer = Trainer(dataclasses.replace(usual, precision="bf16"), context())
