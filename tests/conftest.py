@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, code_version
 from ddpm_lab.measure.group import Group, Limits
-from ddpm_lab.measure.sets import Instrument
+from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone
 from ddpm_lab.plan import Plan
+from ddpm_lab.questions import planning
+from ddpm_lab.record import RunRecord
 
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,6 +66,12 @@ def one_thread_a_rank() -> Iterator[None]:
 def short_plan() -> Plan:
     """A set that costs a second."""
     return Plan(turns=2, window_seconds=0.05, warmup_steps=5)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of comparisons that cost two seconds."""
+    monkeypatch.setattr(planning, "Plan", partial(Plan, turns=4, window_seconds=0.05))
 
 
 @pytest.fixture
@@ -212,6 +221,16 @@ def code_of(workload: str) -> CodeVersion:
     return code_version(Loaded({module: str(Path(__file__).with_name(f"{module}.py"))}))
 
 
+def done_alone(
+    cache: Path, config: RunConfig, work: Work, *, role: str = "quality", plan: Plan | None = None
+) -> RunRecord:
+    """The record of a group on its own that does a work."""
+    code = code_of(config.workload) if config.workload.startswith("lab_workloads:") else code_version()
+    instrument = Instrument(code=code, cache=cache, usable_cores=hardware.usable_cores(), data_name="none")
+    member, where = Member(role, "alone", config), {"experiment": "test", "family": "alone"}
+    return measure_alone(instrument, plan=plan or Plan(), member=member, work=work, **where)
+
+
 def busy_config(world_size: int = 1, **options: Any) -> RunConfig:
     """A busy run with planted options."""
     values = tuple({"micro_steps": 20, **options}.items())
@@ -244,13 +263,3 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that replaces the golden texts under ``tests/data/`` by what is made now."""
     parser.addoption("--update-golden", action="store_true", help="replace the golden texts under tests/data/")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what the tests marked ``chaos`` tried, and how it ended, as a table."""
-    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
-    rows = [value for r in reports for name, value in r.user_properties if name == "chaos"]
-    if rows:
-        terminalreporter.section("attacks")
-        for attack, tried, result in [("attack", "tried", "result"), ("---", "---:", "---"), *sorted(rows)]:
-            terminalreporter.write_line(f"| {attack} | {tried} | {result} |")

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import random
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def test_lists_nested_folders_in_numeric_order(tmp_path: Path) -> None:
             list_images(path)
 
 
-def test_links_that_lead_nowhere_are_damaged_images_and_any_depth_is_listed(tmp_path: Path) -> None:
+def test_links_that_lead_nowhere_are_damaged_images(tmp_path: Path) -> None:
     save(tmp_path / "images" / "1.png")
     (tmp_path / "images" / "self.png").symlink_to("self.png")
     (tmp_path / "images" / "lost.png").symlink_to("nowhere")
@@ -44,19 +43,6 @@ def test_links_that_lead_nowhere_are_damaged_images_and_any_depth_is_listed(tmp_
     assert names == ["1.png", "lost.png", "self.png"]
     bad = decode_files([str(tmp_path / "images" / n) for n in names], np.empty((3, 4, 4, 3), np.uint8), keep_going=True)
     assert [(i, "symbolic links" in why or "No such file" in why) for i, why in bad] == [(1, True), (2, True)]
-    depth, place = 1200, os.open(tmp_path, os.O_RDONLY)
-    try:
-        for _ in range(depth):
-            os.mkdir("d", dir_fd=place)
-            place, above = os.open("d", os.O_RDONLY, dir_fd=place), place
-            os.close(above)
-        assert list_images(tmp_path / "d") == []
-    finally:
-        for _ in range(depth):  # pytest could not remove them
-            place, below = os.open("..", os.O_RDONLY, dir_fd=place), place
-            os.close(below)
-            os.rmdir("d", dir_fd=place)
-        os.close(place)
 
 
 @pytest.mark.slow
@@ -125,6 +111,10 @@ def test_a_file_that_is_no_whole_image_is_named_in_one_line(tmp_path: Path) -> N
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     whole = [save(tmp_path / f"whole.{suffix}", noise).read_bytes() for suffix in ("png", "jpg")]
     other = [b"", b"text", b"GIF89a" + bytes(40), b"\x89PNG\r\n\x1a\n" + bytes(30)]
+    at = whole[0].index(b"IDAT")
+    other.append(
+        whole[0][: at - 4] + b"\0\0\0\1" + whole[0][at:]
+    )  # a length that is wrong, for which PIL has no OSError
     path = tmp_path / "17.png"
     for content in [*other, *(image[: len(image) // 2] for image in whole)]:
         path.write_bytes(content)
