@@ -53,8 +53,8 @@ def compiled() -> Study:
     return make.study(records + make.cold(config, [31.0, 34.0, 36.0], **values))
 
 
-def batches(count: int) -> Study:
-    """A search that ended for lack of memory, and so many sets."""
+def batches() -> Study:
+    """A search that ended for lack of memory, and sets."""
     sizes = {n: RunConfig(global_batch_size=n) for n in (8, 16, 32, 64, 128, 256, 512, 1024, 768)}
     reason = "1,024 images would need about 19.3 GiB, 80 % of the 21.2 GiB available may be used"
     values: dict[str, Any] = {"experiment": "batch_size", "family": "tiny, 1 rank, fp32"}
@@ -66,7 +66,7 @@ def batches(count: int) -> Study:
     found[-2] = replace(found[-2], status="oom", ranks=())
     found.append(replace(found[-1], role="largest", label="memory", reason=reason))
     larger = {f"batch {n}": (c, 1 + 0.1 * i) for i, (n, c) in enumerate(sizes.items()) if 8 < n <= 512}
-    return make.study(found + make.sets(larger, baseline=sizes[8], baseline_label="batch 8", count=count, **values))
+    return make.study(found + make.sets(larger, baseline=sizes[8], baseline_label="batch 8", **values))
 
 
 def wordy() -> Study:
@@ -147,19 +147,14 @@ def searched() -> Study:
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
-    "mechanism only": lambda: make.study(
-        make.sets({"4 ranks": (RunConfig(world_size=4), 1.3)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
-    ),
     "12 configurations": lambda: workers(12),
     "loader": loader,
     "wordy": wordy,
     "machine": machine,
-    "strong and weak": lambda: scaling((2, 4, 8), (32, 64, 128, 256, 512)),
     "strong and weak, two CPU ranks": lambda: scaling((2,), (32,), "cpu"),
     "strong and weak, many ranks": lambda: scaling((2, 4, 8, 16, 32, 64), (64, 512)),
     "compiled, costs": compiled,
-    "batch sizes": lambda: batches(6),
-    "batch sizes, searched only": lambda: batches(0),
+    "batch sizes": batches,
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled().records], "recommendation"),
     "recommendation, searched": searched,
