@@ -1,7 +1,6 @@
 """What is said of other trainers and of a machine's limits, from records with planted ratios and peaks."""
 
 import dataclasses
-import math
 from typing import Any, cast
 
 import pytest
@@ -9,30 +8,11 @@ import records as make
 from cells import column
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
 
-from ddpm_lab.explain import findings, phrases, stats
+from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
-
-
-def test_ratios_are_turned_round_and_the_answer_is_about_the_primary_comparison() -> None:
-    rows = {(r.label, r.family): r for r in peers.other_trainers(WHOLE)}
-    planted = {("slow", ""): 4, ("slow, tuned", ""): 1.6, ("slow", BOTH_FP32): 1.25, ("slow", SAMPLING): 2}
-    assert rows.keys() == {(name, FAMILY + end) for name, end in (*planted, ("absent", ""))}
-    for (name, end), ratio in planted.items():
-        row = rows[name, FAMILY + end]
-        assert row.ratio.contains(ratio)
-        assert row.ratio.value == pytest.approx(ratio, rel=0.02)
-        assert row.verdict == stats.FASTER
-    assert math.isnan(rows["absent", FAMILY].ratio.value)
-    found = answer(WHOLE).finding
-    assert (found.status, found.verdict) == ("answered", "faster")
-    assert found.ratio == rows["slow, tuned", FAMILY].ratio.value
-    assert all(words in found.claim for words in ("slow, tuned", "absent is not"))
-    assert answer(study(*against(count=2))).finding.status == stats.TOO_FEW
-    shown = [row["This trainer is"] for row in answer(WHOLE).table() if row["Configuration"] == "slow, tuned"]
-    assert shown[0].startswith("1.6")
 
 
 def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:

@@ -62,11 +62,10 @@ def test_the_seeds_that_would_do_are_the_fewest(values: list[float], margin: flo
         assert found.seeds_needed == max(len(values) + 1, 5) or upper(found.seeds_needed - 1) >= margin
 
 
-@pytest.mark.parametrize("seeds", [5, 8])
-def test_a_margin_that_is_estimated_makes_no_more_errors(seeds: int) -> None:
-    """True differences of two standard deviations, and of the last gain: some pairs are as the published ones.
+def test_a_margin_that_is_estimated_makes_no_more_errors() -> None:
+    """True differences of two standard deviations, and of the last gain, with the fewest seeds that give a verdict.
 
-    Others are nearly perfect. With the mean gain itself 11 to 43 % were called less.
+    Some pairs are as the published ones, others nearly perfect. With the mean gain itself 11 to 43 % were called less.
     """
     rng = np.random.default_rng(4)
     for final_noise, gain, gain_noise, pair_noise in (
@@ -75,9 +74,9 @@ def test_a_margin_that_is_estimated_makes_no_more_errors(seeds: int) -> None:
         (0.02, 0.0066, 0.001, 0.00001),
         (0.02, 0.0066, 0.002, 0.0003),
     ):
-        final = 0.33 + final_noise * rng.standard_normal((1000, seeds))
-        before = final + gain + gain_noise * rng.standard_normal((1000, seeds))
-        worse = min(gain, 2 * final_noise) + pair_noise * rng.standard_normal((1000, seeds))
+        final = 0.33 + final_noise * rng.standard_normal((1000, 5))
+        before = final + gain + gain_noise * rng.standard_normal((1000, 5))
+        worse = min(gain, 2 * final_noise) + pair_noise * rng.standard_normal((1000, 5))
         found = [equivalence(w, quality.margin_of(f, b)).verdict for w, f, b in zip(worse, final, before, strict=True)]
         assert sum(v in quality.GOOD for v in found) < 0.065 * 1000
 
