@@ -11,10 +11,9 @@ import pytest
 import records as make
 
 from ddpm_lab import compare
-from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
@@ -56,8 +55,7 @@ def in_a_cell() -> None:
     """Stands for a function of a notebook."""
 
 
-FILES = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"', "folder": 'data = "nowhere"'}
-FILES["many"] = 'workload = "mine:baseline"\nworld_size = 500\nglobal_batch_size = 500'
+FILES = {"huge": 'network = "huge"', "typo": 'netwrok = "tiny"', "folder": 'data = "nowhere"'}
 FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "files"\nloader_workers = 500'
 
 
@@ -68,10 +66,8 @@ FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "fi
         ("mine:nothing", "'mine:nothing' cannot be measured"),
         ("nowhere:f", "'nowhere:f' cannot be measured"),
         ("none.toml", "baseline: cannot read none.toml"),
-        ("bad.toml", "is not TOML"),
         ("huge.toml", "baseline, huge.toml: network is 'huge'"),
         ("typo.toml", "baseline, typo.toml: .*'netwrok'"),
-        ("many.toml", "500 CPU ranks need 500 cores"),
         ("busy.toml", "loader_workers is 500"),
         ("folder.toml", "nowhere"),
     ],
@@ -106,6 +102,7 @@ def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path, m
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short")
 def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -136,26 +133,9 @@ def test_a_file_that_is_edited_while_it_is_measured_leaves_no_record(mine: Path,
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
-@pytest.mark.alone
 @pytest.mark.slow
-def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: Path) -> None:
-    found = compare(f"{mine.stem}:baseline", "mine:candidate", resolution=0.3, output_dir=tmp_path, quiet=True, sets=14)
-    assert 0.4 < found.ratio < 0.6
-    assert found.finding.high < 0.8
-    assert found.verdict == stats.SLOWER
-    threads = f"ran as 1 rank on cpu, {phrases.plural(hardware.usable_cores(), 'thread')}"
-    for word in (found.verdict, "95 % interval", threads, str(found.figure)):
-        assert word in str(found)
-    assert found.figure.is_file()
-    assert "alt=" in found._repr_mimebundle_()["text/html"]
-    values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert values["resolution"] == 0.3
-    assert [side["label"] for side in values["sides"]] == ["baseline", "baseline again", "candidate"]
-    assert 8 <= values["sets"] <= 14
-
-
-@pytest.mark.slow
-def test_files_of_settings_are_compared(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short")
+def test_files_of_settings_are_compared_and_everything_is_said(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("global_batch_size = 4\n")
     run = "[train]\nsteps = 5\n"  # as in the file that a training run writes
     (tmp_path / "large").mkdir()
@@ -167,16 +147,12 @@ def test_files_of_settings_are_compared(tmp_path: Path) -> None:
     assert {r.status for r in found.study.records} == {"ok"}
     images = {w.images for r in found.study.records for w in r.windows}
     assert len(images) == 1, "both sides process the same number of images in a window"
-
-
-@pytest.mark.slow
-def test_a_loop_that_fails_is_a_row_with_its_reason(mine: Path, tmp_path: Path) -> None:
-    mine.write_text(MINE.format(pieces=1) + "\ndef short():\n    yield 1\n")
-    found = compare("mine:baseline", "mine:short", sets=2, output_dir=tmp_path, quiet=True)
-    assert "the loop of mine:short ended after 1 step" in str(found)
-    assert found.verdict == "failed"
-    words = ["compare", "mine:baseline", "mine:short", "--sets", "2", "--output-dir", str(tmp_path)]
-    assert main(words) == 1, "a side that failed passes no gate"
+    assert found.verdict in str(found).lower()
+    assert all(word in str(found) for word in ("ran as 1 rank on ", str(found.figure)))
+    assert found.figure.is_file()
+    assert "alt=" in found._repr_mimebundle_()["text/html"]
+    values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert [side["label"] for side in values["sides"]] == ["small", "small again", "large"]
 
 
 def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
