@@ -11,19 +11,17 @@ import numpy as np
 import pytest
 import records as make
 from claimed import BASE, CONFIGS, STEP
+from conftest import done_alone
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import INCONCLUSIVE
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
-from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.sets import Instrument, Member, measure_alone
-from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import Experiment
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.questions.claims import (
     CONFIRMED,
@@ -65,23 +63,20 @@ def test_wrong_ways_are_repeated_beside_sets_of_the_same_settings_as_the_machine
             ask("claims", HERE, **wrong)
 
 
-def ran(label: str, folder: Path) -> dict[str, Any]:
+def ran(label: str, synthetic: RunConfig, folder: Path) -> dict[str, Any]:
     """What one real repeat of the wrong ways of a configuration answered."""
-    data = resolve("synthetic", folder / "prepared", image_size=32)
-    cores = hardware.usable_cores()
-    instrument = Instrument(code=code_version(), cache=folder / "cache", usable_cores=cores, data_name="synthetic")
-    (check,) = (c for c in claims(replace(HERE, preset="smoke", usable_cores=cores)).checks if c.label == label)
-    config = replace(check.config, data=str(data), data_sha256=read_manifest(data).content_hash)
-    member, told = Member("wrong", check.label, config), {"experiment": "claims", "family": check.family}
-    found = measure_alone(instrument, plan=Plan(), member=member, work=run_wrong_ways, **told)
+    here = replace(HERE, preset="smoke", usable_cores=hardware.usable_cores())
+    (check,) = (c for c in claims(here).checks if c.label == label)
+    config = replace(check.config, data=synthetic.data, data_sha256=synthetic.data_sha256)
+    found = done_alone(folder, config, run_wrong_ways, role="wrong")
     assert found.status == "ok", found.reason
     assert found.windows == (), "none of it supplies a speed"
     return dict((found.profile or {})["wrong_ways"])
 
 
 @pytest.mark.slow
-def test_every_wrong_way_runs_and_is_wrong(tmp_path: Path) -> None:
-    answers = ran("fp32", tmp_path)
+def test_every_wrong_way_runs_and_is_wrong(synthetic: RunConfig, tmp_path: Path) -> None:
+    answers = ran("fp32", synthetic, tmp_path)
     profiled, phases = answers["profiled"], answers["phases"]
     assert profiled["seconds"] > profiled["loop_seconds"] > 0
     assert profiled["inclusive_seconds"] > 1.5 * profiled["exclusive_seconds"], "nested events are counted again"
@@ -92,7 +87,7 @@ def test_every_wrong_way_runs_and_is_wrong(tmp_path: Path) -> None:
     refused = answers["labelled_two"]
     assert "the label says world_size 2, rank 0 ran with 1" in refused
     assert any("these ran: [0]" in line for line in refused)
-    small, large = answers["bars"], ran("batch 32", tmp_path)["bars"]
+    small, large = answers["bars"], ran("batch 32", synthetic, tmp_path)["bars"]
     assert (small["steps"], small["images"], large["steps"], large["images"]) == (6, 48, 1, 32)
     if "one_thread" in answers:
         alone = answers["one_thread"]
@@ -174,28 +169,6 @@ def test_every_fault_reads_what_was_planted() -> None:
     assert read("unequal", [*claimed.sets(), *even, *others]).ratio.value == pytest.approx(1.5, rel=0.01)
 
 
-def test_a_pair_timed_once_is_a_dot_for_each_repeat_beside_its_sets() -> None:
-    """bf16 is 0.8 times as fast; timed from the start of its process, of which a second is no step, it looks equal."""
-    theirs: dict[str, Any] = {
-        "fresh": {"step_seconds": [3 * STEP] * 6},
-        "bars": {"steps": 6, "images": 48, "seconds": 6 * STEP},
-    }
-    of = claimed.study([*claimed.sets(), *claimed.wrong(**WAYS), *claimed.wrong("bf16", **theirs)])
-    figure = pair_figure(of)
-    assert figure is not None
-    drawn = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines]
-    names = [label.get_text().replace("\n", " ") for label in figure.axes[0].get_yticklabels()]
-    assert len(names) == 5
-    known = dict(zip(names, (x[0] for x in drawn if len(x) == 1), strict=True))
-    assert known["six warm steps of each"] == pytest.approx(1.24, rel=0.02)
-    assert known["six steps of each, nothing warm"] == pytest.approx(2 / 3, rel=0.02)
-    assert known["six steps of each, process included"] == pytest.approx(1.12 / 1.18, rel=0.02)
-    assert known["in turns: a dot for each set"] == pytest.approx(0.8, rel=0.02)
-    assert {len(x) for x in drawn if len(x) > 2} == {6}, "six repeats, and six sets"
-    assert pair_figure(claimed.study(claimed.sets())) is None, "nothing was timed once"
-    assert pair_figure(claimed.study(claimed.wrong(**WAYS))) is None, "nothing says what is true"
-
-
 def test_percentiles_do_not_narrow_as_the_interval_of_the_mean_does() -> None:
     few, many = (read("percentiles", [*claimed.sets(count=n), *claimed.wrong(**WAYS)]) for n in (6, 24))
     assert few.wrong == many.wrong == pytest.approx(10, abs=0.1)
@@ -209,8 +182,11 @@ def test_few_records_give_fewer_numbers_and_those_of_another_baseline_none() -> 
     other = [replace(r, baseline_id="another") for r in claimed.wrong(repeats=9, profiled=profiled(6.0))]
     both = read("profiler", [*other, *claimed.sets(), *claimed.wrong(**WAYS)])
     assert both.ratio.value == pytest.approx(10, rel=0.01)
-    assert not readings(of := claimed.study(claimed.sets()))
+    of = claimed.study(claimed.sets())
+    assert not readings(of)
     assert answer(of).figure().axes
+    for part in (of, claimed.study(claimed.wrong(**WAYS))):  # nothing was timed once, or nothing says what is true
+        assert pair_figure(part) is None
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
