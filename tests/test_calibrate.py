@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +46,9 @@ def test_it_takes_the_cores_that_are_free_and_fails_where_every_set_was_disturbe
         with pytest.raises(LedgerError, match="every set"):
             calibrate(**how)
     else:
-        assert calibrate(**how).slower.config.threads == threads
-    assert len(Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]) >= 3, "they are kept"
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The function stands in the package under the name of its module.
-    mine = sys.modules["ddpm_lab.questions.calibrate"]
-    monkeypatch.setattr(mine, "Plan", partial(Plan, turns=4, window_seconds=0.1))
-    monkeypatch.setattr(mine, "EXTRA", 50)
-    first, second = (calibrate(minutes=0.01, output_dir=tmp_path, quiet=True) for _ in range(2))
+        assert [calibrate(**how).slower.config.threads for _ in range(2)] == [threads] * 2
     kept = Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]
-    assert [(r.role, r.status) for r in kept] == [("baseline", "ok"), ("twin", "ok"), ("candidate", "ok")] * 2
-    assert [found.slower.logs[0][0] for found in (first, second)] == [kept[0].set_id, kept[3].set_id]
-    assert {r.witness["ranks"][0]["pieces"] for r in kept} == {100, 150}
-    assert first.planted == pytest.approx(0.5)
-    assert 0.2 < first.slower.ratio.value < 1, "one set of short windows"
-    assert (first.slower.sets, first.passed) == (1, False), "one set is no proof"
+    assert len(kept) >= (3 if threads is None else 6), "each measures afresh, and all is kept"
 
 
 # --- what it says ---

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from test_archives import Payload
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.training import checkpoint as module
@@ -91,12 +91,10 @@ def test_what_cannot_be_written_leaves_the_old_checkpoint(tmp_path: Path, monkey
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("forced", [False, True])
 def test_a_payload_is_refused_and_not_run(
-    tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, forced: bool
+    tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if forced:  # what people set to get old files loaded
-        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # what people set to get old files loaded
     target, path = tmp_path / "run", tmp_path / "a.pt"
     payload, weights = Payload(os.system, f"touch {target}"), content["weights"]
     files = [_bytes(payload), _bytes({**content, "text": payload}), pickle.dumps(payload)]
@@ -157,11 +155,9 @@ BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_settings(network="ddpm"), "'ddpm'"),
     (_tensor(lambda t: t[:1, :1].expand(10**6, 10**6, 3, 3)), "has shape"),
     (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor"),
-    (_tensor(lambda t: torch.stack([t, t], -1)[..., 0]), "no plain tensor"),
     (_tensor(lambda t: t.requires_grad_()), "no plain tensor"),
     (_tensor(lambda t: t.double()), "asks for torch.DoubleStorage"),
     (_tensor(lambda t: t.to_sparse()), "asks for torch"),
-    (_tensor(nn.Parameter), "asks for torch"),
     (lambda c: {**c, "more": bytearray(9)}, "asks for"),
     (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
     (_tensor(lambda t: t.to("meta")), "asks for torch"),

@@ -1,6 +1,5 @@
 """Workloads with a known answer: the counted work of a step, the machine's peaks, an all-reduce, planted pieces."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ from fresh_processes import context
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion.unet import build_network, count_flops, count_parameters
-from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.sets import Instrument, Member, measure_set
-from ddpm_lab.plan import Plan
+from ddpm_lab.measure.group import Group
 from ddpm_lab.questions.exchange import WORKLOAD as ALL_REDUCE
 from ddpm_lab.training import limits
 from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, all_reduce, count_work, pieces
@@ -93,20 +90,9 @@ def test_a_step_exchanges_its_message_and_says_what_it_did(tmp_path: Path, monke
     assert workload.witness() == {"images": 2, "message_bytes": 4000, "summed_over": 1, "hosts": 1}
 
 
-@pytest.mark.alone
 @pytest.mark.slow
-def test_two_ranks_are_measured_in_sets_and_a_larger_message_takes_longer(
-    instrument: Instrument, short_plan: Plan
-) -> None:
-    instrument = dataclasses.replace(instrument, code=code_version())
-    small, large = (
-        RunConfig(workload=ALL_REDUCE, world_size=2, global_batch_size=2, options=(("message_bytes", size),))
-        for size in (1024, 2**24)
-    )
-    members = [Member("baseline", "1 KiB", small), Member("candidate", "16 MiB", large)]
-    records = measure_set(instrument, experiment="all_reduce", family="2 ranks", plan=short_plan, members=members)
-    assert [r.status for r in records] == ["ok", "ok"]
-    for rank in (rank for r in records for rank in r.witness["ranks"]):
-        assert (rank["summed_over"], rank["hosts"]) == (2, 1)
-    first, second = (min(w.seconds / w.steps for w in r.windows) for r in records)
-    assert second > 3 * first
+def test_two_ranks_add_up_each_message() -> None:
+    config = RunConfig(workload=ALL_REDUCE, world_size=2, global_batch_size=2, options=(("message_bytes", 1024),))
+    with Group(config, threads=1) as group:
+        group.window(settle=0, steps=2, limit=60, stage="testing")
+        assert [(rank["summed_over"], rank["hosts"]) for rank in group.witness()] == [(2, 1)] * 2
