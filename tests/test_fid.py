@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from conftest import Call
+from conftest import Call, done_alone
 from fresh_processes import context
 from PIL import Image
 from test_archives import Payload
@@ -19,9 +19,6 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.measure.alone import MOST_IMAGES, train_once
-from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.sets import Instrument, Member, measure_alone
-from ddpm_lab.plan import Plan
 from ddpm_lab.questions import trained
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
@@ -62,23 +59,11 @@ def data(tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, instrument: Instrument) -> None:
-    config = replace(
-        data,
-        purpose="quality",
-        workload=TRAINING,
-        optimizer=OptimizerConfig(ema_every=1),
-        options=(("images", 16), ("draws", 10)),
-    )
+def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, tmp_path: Path) -> None:
+    optimizer, options = OptimizerConfig(ema_every=1), (("images", 16), ("draws", 10))
+    config = replace(data, purpose="quality", workload=TRAINING, optimizer=optimizer, options=options)
     fid = plan_fid(inception, MOST_IMAGES, None)
-    record = measure_alone(
-        replace(instrument, code=code_version(), limits=replace(instrument.limits, build_seconds=180)),
-        experiment="quality",
-        family="trials",
-        plan=Plan(),
-        member=Member("quality", "fp32", config),
-        work=partial(train_once, draw=True, fid=fid),
-    )
+    record = done_alone(tmp_path / "cache", config, partial(train_once, draw=True, fid=fid))
     assert record.status == "ok", record.reason
     found = trained.fid_of([record])
     assert found is not None
