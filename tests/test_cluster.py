@@ -203,7 +203,6 @@ def left(there: Host, agent: "subprocess.Popen[str]") -> list[str]:
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "raises in forward": ({"fault": "raise"}, "crashed", ": RuntimeError: planted fault"),
-    "raises in a collective": ({"fault": "raise", "fault_place": "all-reduce"}, "crashed", ": RuntimeError: planted"),
     "raises in build": ({"fault": "raise", "fault_place": "build", "fault_step": 0}, "crashed", ": RuntimeError: "),
     "is killed": ({"fault": "kill"}, "crashed", " was killed by SIGKILL in 'forward' of step 3"),
     "hangs": ({"fault": "hang"}, "timed out", " for 3 s while testing, in 'forward' of step 3"),
@@ -244,49 +243,9 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
         assert left(made[0], jobs[0]) == []
 
 
-STRANGER = """
-import os, socket, sys, time
-held = []
-while True:
-    for said in (b"", b"G", os.urandom(4096), b"\\xff" * 64, b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\x00" + b"\\xff" * 8):
-        try:
-            held.append(socket.create_connection((sys.argv[1], 29511), 1))
-            held[-1].sendall(said)
-        except OSError:
-            pass
-    for slow in held[-200::6]:
-        try:
-            slow.sendall(b"\\x01")
-        except OSError:
-            pass
-    print(len(held), flush=True)
-    del held[:-300]
-    time.sleep(0.1)
-"""
-"""Speaks nonsense, slowly or never, to the store of a job, over and over."""
-
-
-@several_hosts
-@pytest.mark.chaos
-@pytest.mark.slow
-def test_a_stranger_at_the_port_of_a_job_neither_stops_nor_delays_it(record_property: Any) -> None:
-    with job([("works", 2, 2, {})] * 4) as (made, _, rows):
-        command = made[1].command(sys.executable, "-c", STRANGER, made[0].address)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
-            assert stranger.stdout is not None
-            found = list(rows)
-            stranger.kill()
-            tried = sum(1 for _ in stranger.stdout)
-    assert [row["status"] for row in found] == ["ok"] * 4, found
-    assert tried > 10
-    assert max(row["seconds"] for row in found) < cluster.JOIN_SECONDS
-    record_property("chaos", ("nonsense, slow and silent peers at a job's store", 6 * tried, "four groups, all ok"))
-
-
 @several_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Signals) -> None:
+def test_a_serving_process_that_is_killed_is_named_within_seconds() -> None:
     with job([("at work", 2, 2, ENDLESS), ("goes on", 1, 1, {})]) as (made, jobs, rows):
         assert next(rows)["at work"]
         serving = worker(jobs[1])
@@ -294,13 +253,12 @@ def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Sign
             serving.send_signal(meant_for_the_leader)
         with pytest.raises(psutil.TimeoutExpired):
             serving.wait(1)
-        serving.send_signal(how)
+        serving.kill()
         found = next(rows)
         assert found["reason"].startswith(f"rank 1 (host {socket.gethostname()}) was lost: "), found["reason"]
         assert found["seconds"] < 6
         assert next(rows)["status"] == "ok"
         assert left(made[0], jobs[0]) == []
-        serving.send_signal(signal.SIGCONT) if how == signal.SIGSTOP else None
         assert left(made[1], jobs[1]) == []
 
 
