@@ -15,12 +15,10 @@ from ddpm_lab.training.own import own
 from ddpm_lab.training.setting import Own
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-NAMES = ["classifier", "diffusion"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "precision"), [("classifier", "fp32"), ("diffusion", "bf16")])
 def test_an_example_trains_as_its_label_says(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "diffusion":
         pytest.importorskip("diffusers", reason="diffusers is not installed: make peers")
