@@ -52,7 +52,7 @@ test-slow: dev ## run the other tests (those that need a GPU skip themselves wit
 test-fake-cuda: dev ## run what only a GPU's host code does, on a CUDA without a GPU: no value is right or wrong there
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m fake_cuda tests/test_fake_cuda.py $(ARGS)
 
-chaos: dev ## attack the lab for ten minutes: damaged input, kills, misbehaving training
+chaos: dev ## attack the lab for ten minutes: damaged input, kills, misbehaving training; prints a table
 	@CHAOS=full .venv/bin/python -m pytest -n 2 --dist worksteal -m chaos $(ARGS)
 
 lint: dev ## check style and types

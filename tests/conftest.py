@@ -263,3 +263,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that replaces the golden texts under ``tests/data/`` by what is made now."""
     parser.addoption("--update-golden", action="store_true", help="replace the golden texts under tests/data/")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the tests marked ``chaos`` tried, and how it ended, as a table."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    rows = [value for r in reports for name, value in r.user_properties if name == "chaos"]
+    if rows:
+        terminalreporter.section("attacks")
+        for attack, tried, result in [("attack", "tried", "result"), ("---", "---:", "---"), *sorted(rows)]:
+            terminalreporter.write_line(f"| {attack} | {tried} | {result} |")

@@ -1,16 +1,20 @@
-"""Whatever a file holds, the lab uses it or refuses it: no traceback, and nothing that takes long."""
+"""Whatever a file or a command line holds, the lab uses it or refuses it: no traceback, and nothing that takes long."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gzip
+import io
+import itertools
 import json
 import os
 import pickle
 import shutil
 import time
+import traceback
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -22,17 +26,23 @@ import records as make
 import torch
 from drawn_studies import STUDIES
 from matplotlib import pyplot as plt
+from PIL import Image
 from test_archives import make_7z, make_tar, png
 from test_checkpoint import made
 
+from ddpm_lab.__main__ import GROUPS, _parser
 from ddpm_lab.checks import LabError
+from ddpm_lab.cli.options import OF_TRAINING, OPTIONS
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.archives import extract
+from ddpm_lab.data.folder import decode
 from ddpm_lab.data.packed import open_packed, prepare
+from ddpm_lab.declared import flag
 from ddpm_lab.explain.selection import study
 from ddpm_lab.files import LEDGER, NOT_IN_FILES, configuration, read_settings, settings_text
 from ddpm_lab.ledger import read_all
-from ddpm_lab.questions.ask import answer
+from ddpm_lab.output import prepare_streams
+from ddpm_lab.questions.ask import answer, questions
 from ddpm_lab.record import OtherSchemaError
 from ddpm_lab.reports import summary
 from ddpm_lab.training.checkpoint import SECTIONS, _sha256, read, write
@@ -111,30 +121,48 @@ def damaged(rng: Random, content: bytes) -> bytes:
     return bytes(made)
 
 
-def attack(count: int, one: Callable[[Random], object], allowed: Any = REFUSALS) -> None:
-    """Try so many inputs, or by CHAOS a hundredth of them; whatever is not ``allowed`` fails, and what takes long."""
-    rng = Random(7)
-    for _ in range(count if FULL else count // 100):
-        begun = time.process_time()  # of this input alone, however busy the machine is
-        with contextlib.suppress(*allowed):
-            one(rng)
-        assert time.process_time() - begun < LONGEST_SECONDS
+@pytest.fixture
+def attack(record_property: Any) -> Callable[..., None]:
+    """Tries many inputs, short or full by CHAOS; whatever is not ``allowed`` fails, and a row of the table tells."""
+
+    def attack(name: str, count: int, one: Callable[[Random], int | None], allowed: Any = REFUSALS) -> None:
+        faults, slow, tried, rng = Counter[str](), 0, 0, Random(7)
+        count = count if FULL else count // 100
+        while tried < count:
+            begun = time.process_time()  # of this input alone, however busy the machine is
+            try:
+                tried += one(rng) or 1
+            except allowed:
+                tried += 1
+            except Exception as error:
+                tried += 1
+                where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+                faults[f"{' '.join(where[-5:])} {type(error).__name__}: {str(error)[:100]}"] += 1
+            slow += time.process_time() - begun > LONGEST_SECONDS
+        record_property(
+            "chaos", (name, f"{tried:,}", f"{faults.total()} tracebacks, {slow} over {LONGEST_SECONDS:g} s")
+        )
+        assert not faults, "\n".join(f"{n} {text}" for text, n in faults.most_common())
+        assert not slow
+
+    return attack
 
 
-def test_lines_of_ledgers(tmp_path: Path) -> None:
+def test_lines_of_ledgers(attack: Any, tmp_path: Path) -> None:
     """A bad line is set aside and named, and no other line is."""
     texts = [json.dumps(r.as_dict()) for study in STUDIES.values() for r in (*study().records, *study().trials)[:9]]
     path = tmp_path / "ledger.jsonl"
 
-    def one(rng: Random) -> None:
+    def one(rng: Random) -> int:
         lines = [line for text in rng.sample(texts, 50) for line in (text.encode(), broken(rng, text))]
         path.write_bytes(b"\n".join(lines))
         with contextlib.suppress(OtherSchemaError):
             records, damaged = read_all([path])
             assert len(records) >= 50
             assert all(str(d) for d in damaged)
+        return 50
 
-    attack(800, one)
+    attack("fuzzed lines of ledgers", 40_000, one)
 
 
 def broken(rng: Random, text: str) -> bytes:
@@ -143,7 +171,7 @@ def broken(rng: Random, text: str) -> bytes:
     return damaged(rng, content).replace(b"\n", b" ") if rng.random() < 0.3 else content
 
 
-def test_answers_from_ledgers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_from_ledgers(attack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever a record holds that is read, every question is answered, drawn and summed up beside it."""
     studies = [(s.experiment, (*s.records, *s.trials)) for s in (make_study() for make_study in STUDIES.values())]
     studies += [("profile", (make.time_budget(), make.time_budget(make.PHASES, make.PHASES)))]
@@ -155,7 +183,7 @@ def test_answers_from_ledgers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     texts = [(name, [json.dumps(r.as_dict()) for r in records][-80:]) for name, records in studies if records]
     path, sound = tmp_path / "ledger.jsonl", json.dumps(make.record(RunConfig()).as_dict()).encode()
 
-    def one(rng: Random) -> None:
+    def one(rng: Random) -> int:
         experiment, whole = rng.choice(texts)
         lines = [text.encode() for text in whole]
         hit = rng.sample(range(len(lines)), min(12, len(lines)))
@@ -178,11 +206,12 @@ def test_answers_from_ledgers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                 summary.show(summary.compared(summary.of_study(shown.study, "x")))
             summary.show(summary.compared(summary.of_records(records)))
             capsys.readouterr()
+        return len(hit)
 
-    attack(500, one, allowed=())
+    attack("fuzzed records, answered", 6_000, one, allowed=())
 
 
-def test_settings(tmp_path: Path) -> None:
+def test_settings(attack: Any, tmp_path: Path) -> None:
     """Settings in TOML: a configuration, or one sentence."""
     usual = RunConfig().as_dict()
     text, path = settings_text({name: v for name, v in usual.items() if name not in NOT_IN_FILES}), tmp_path / "a.toml"
@@ -195,10 +224,10 @@ def test_settings(tmp_path: Path) -> None:
         values.pop("train", None)
         summary.settings(configuration(values, "A"))
 
-    attack(15_000, one)
+    attack("fuzzed settings", 15_000, one)
 
 
-def test_prepared_folders(tmp_path: Path) -> None:
+def test_prepared_folders(attack: Any, tmp_path: Path) -> None:
     """A damaged manifest, list of files or array is named in a sentence, or no longer used."""
     folder = tmp_path / "prepared"
     prepare("synthetic", folder, image_size=4)
@@ -226,10 +255,26 @@ def test_prepared_folders(tmp_path: Path) -> None:
         finally:
             (folder / name).write_bytes(sound[name])
 
-    attack(4_000, one)
+    attack("fuzzed prepared folders", 4_000, one)
 
 
-def test_archives(tmp_path: Path) -> None:
+def test_images(attack: Any, tmp_path: Path) -> None:
+    """A damaged image is decoded or named."""
+    path, contents = tmp_path / "1.png", []
+    for mode, kind in itertools.product(("RGB", "L", "RGBA", "P", "1", "I;16"), ("PNG", "JPEG")):
+        with contextlib.suppress(OSError):  # JPEG knows some modes alone
+            stream = io.BytesIO()
+            Image.new(mode, (9, 7), 1).save(stream, kind, **({"exif": b"Exif\0\0MM"} if kind == "JPEG" else {}))
+            contents.append(stream.getvalue())
+
+    def one(rng: Random) -> None:
+        path.write_bytes(damaged(rng, rng.choice(contents)))
+        assert decode(path, 8).shape == (8, 8, 3)
+
+    attack("fuzzed images", 10_000, one)
+
+
+def test_archives(attack: Any, tmp_path: Path) -> None:
     """A damaged archive is unpacked inside its folder, or named; its pickles take neither memory nor time."""
     pixels = np.zeros((2, 3072), np.uint8)
     pickles = [pickle.dumps({b"data": pixels, b"labels": [0, (1, 2)]}, protocol=p) for p in (0, 1, 2, 3, 4, 5)]
@@ -256,10 +301,10 @@ def test_archives(tmp_path: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             assert {*tmp_path.iterdir()} <= before
 
-    attack(4_000, one)
+    attack("fuzzed archives", 4_000, one)
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints(attack: Any, tmp_path: Path) -> None:
     """A damaged checkpoint, one with other settings or one whose tensors claim other sizes is refused."""
     path = tmp_path / "a.pt"
     write(path, made())
@@ -285,10 +330,10 @@ def test_checkpoints(tmp_path: Path) -> None:
             torch.save(values, path)
         read(path)
 
-    attack(2_000, one)
+    attack("fuzzed checkpoints", 2_000, one)
 
 
-def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs(attack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of a run's log that are damaged are left out; its run is summed up."""
     rows = [{"step": i, "loss": 0.5, "images_per_second": 100.0, "held_out_loss": 0.4} for i in range(1, 30)]
     del rows[3]["held_out_loss"]
@@ -303,10 +348,10 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         summary.show(summary.compared([summary.of_training(RunConfig(), tmp_path, None)]), as_json=rng.random() < 0.5)
         capsys.readouterr()
 
-    attack(4_000, one, allowed=())
+    attack("fuzzed logs of runs", 4_000, one, allowed=())
 
 
-def test_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs(attack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The log of a job, and the ledger beside it: what is damaged is passed over."""
     runs = summary.of_records(make.sets({"bf16": (RunConfig(precision="bf16"), 1.2)}, count=1))
     text = json.dumps({summary.RUNS: [run.as_json() for run in runs]})
@@ -324,4 +369,26 @@ def test_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             summary.append_new([log], ledger)
         capsys.readouterr()
 
-    attack(10_000, one)
+    attack("fuzzed logs of jobs", 10_000, one)
+
+
+def test_command_lines(attack: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any words are parsed, or refused in one line with exit code 2; nothing is run."""
+    words = [
+        *(name for members in GROUPS.values() for name in members),
+        *(f"--{name}" for name in OPTIONS),
+        *(flag(n) for n in OF_TRAINING),
+    ]
+    words += [*questions(), *("1e400", "-1", "nan", "9" * 5000, "a,b", "", "%", "\ud800", "--", "-p", "x=1")]
+    words += ["\x1b[2J", "{", "--x=1"]
+
+    def one(rng: Random) -> None:
+        typed = [rng.choice(words[:15]), *rng.choices(words, k=rng.randrange(6))]
+        prepare_streams()
+        try:
+            _parser(typed).parse_args(typed)
+        except SystemExit as end:
+            assert end.code in (0, 2)  # noqa: PT017
+        assert capsys.readouterr().err.rstrip("\n").isprintable()
+
+    attack("fuzzed command lines", 6_000, one)

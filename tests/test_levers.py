@@ -98,11 +98,11 @@ def test_the_kernel_of_attention_is_chosen_and_witnessed(config: RunConfig) -> N
         trained(dataclasses.replace(config, options=(("attention", "flsh"),)), 1)
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Names of the operators that run meanwhile, those of the backward pass too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = set[str]()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +121,8 @@ def synchronisations(config: RunConfig) -> set[str]:
     trainer.optimizer.step = lambda: None  # type: ignore[assignment,method-assign,misc]
     with Operators() as seen:
         trainer.step(batch)
-    return seen.names & {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
+    names: set[str] = seen.names
+    return names & {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
 
 
 def test_a_step_waits_for_nothing(config: RunConfig) -> None:
