@@ -46,6 +46,8 @@ class Head(NamedTuple):
     machine: Machine
     cohort: Cohort
     date: str
+    network: str
+    device: str
 
 
 Select = Callable[[Sequence[Head]], Iterable[Head]]
@@ -150,7 +152,8 @@ def _head(path: Path, number: int, text: bytes) -> Head:
     machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)
     cohort = (machine.key, values["code_version"], str(values["config"].get("data_sha256")), plan.key)
-    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date))
+    of = [str(values["config"].get(name)) for name in ("network", "device")]
+    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date), *of)
 
 
 def _refuse_fake(machine: Machine) -> None:

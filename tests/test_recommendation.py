@@ -557,6 +557,14 @@ def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
     assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
 
 
+def test_another_network_on_other_images_hides_no_answer(tmp_path: Path) -> None:
+    seed = replace(PLAIN, network="seed")
+    days = [bf16(1.5, seed, family="seed, batch 8"), bf16(0.8, replace(PLAIN, data_sha256="b" * 64), seed=1)]
+    answered(tmp_path, *days)
+    shown = experiments.recommendation(ledger=tmp_path / "ledger.jsonl", output_dir=tmp_path, network="seed")
+    assert shown.finding.headline.startswith("bf16 is 50 % faster than fp32 for seed")
+
+
 def test_another_size_is_another_training(tmp_path: Path) -> None:
     large = replace(PLAIN, image_size=64, data_sha256="b" * 64)
     usual = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]

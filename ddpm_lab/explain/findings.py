@@ -158,7 +158,8 @@ def compared(
     harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
     notes = (*own(first), listed("Worse in quality", harmed), *every)
     named = "batch" in _SUBJECTS.get(study.experiment, ("", ""))[0]
-    asked = {(r.baseline.work_name, named or r.baseline.global_batch_size) for r in candidates if r.primary}
+    bases = (r.baseline for r in candidates if r.primary)
+    asked = {(b.work_name, named or b.global_batch_size, b.image_size, b.precision, b.world_size) for b in bases}
     of = f" ({first.family})" if len(asked) > 1 else ""
     found = about(study, first, headline_of(first) + of, *notes)
     return replace(found, way_out=way_out_of(study, first))

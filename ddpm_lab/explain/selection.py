@@ -150,6 +150,19 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
     return shown + looks
 
 
+def about(
+    heads: Sequence[Head], *, network: str | None = None, device: str | None = None, data: str | None = None
+) -> list[Head]:
+    """Heads of records of a network, device and hash of the data, where these are given; of all trials and looks."""
+    wanted = (network, device, data)
+
+    def fits(head: Head) -> bool:
+        told = (head.network, head.device, head.cohort[2])
+        return all(asked in (None, value) for asked, value in zip(wanted, told, strict=True))
+
+    return [h for h in heads if h.role in (TRIAL, LOOK) or fits(h)]
+
+
 def _by_experiment(records: Sequence[T]) -> list[list[T]]:
     return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 

@@ -71,6 +71,7 @@ def exchange(
 def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BASELINE, **values: Any) -> Family:
     """Ranks as by default, and each of the ``settings`` alone."""
     changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings)
+    name += f", {base.precision}" * (base.precision != "fp32")
     return Family(name=name, baseline=base, baseline_label=label, candidates=changed, **values)
 
 

@@ -24,7 +24,7 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, machine_key, note, read_study, study
+from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about, machine_key, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
@@ -212,7 +212,7 @@ def _stored(
 ) -> Study:
     """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's.
 
-    Those ``of`` a network and device, where these are named.
+    Those ``of`` a network, device and data, where these are named.
     """
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
 
@@ -220,6 +220,7 @@ def _stored(
         if machine is not None and heads:
             key = machine_key(heads, machine)
             heads = [h for h in heads if h.machine.key == key]
+        heads = about(heads, **of)
         whole = name == RECOMMENDATION
         asked = [h for h in heads if h.experiment == name or (whole and h.experiment not in OTHER_WORK)]
         found = of_training(heads, workload)
@@ -227,10 +228,7 @@ def _stored(
             return [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
         return found
 
-    found = read_study(files, name, output, machine=machine, among=mine)
-    wanted = {name: value for name, value in of.items() if value is not None}.items()
-    alike = (r for r in found.records if all(getattr(r.config, name) == value for name, value in wanted))
-    return dataclasses.replace(found, records=tuple(alike))
+    return read_study(files, name, output, machine=machine, among=mine)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -260,7 +258,7 @@ def combination(planned: Planned) -> Planned | None:
         return None
     config = planned.experiment.configurations[0]
     of: dict[str, Any] = {"workload": config.work_name} if config.is_own else {"network": config.network}
-    of |= {"device": config.device}
+    of |= {"device": config.device, "data": config.data_sha256}
     family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], **of))
     rows = (family.baseline, *dict(family.candidates).values()) if family else ()
     # Records may tell of settings, and never name code to run; what they say of other images is measured on those.

@@ -100,8 +100,10 @@ def _strong(
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
     """Strong: the same global batch on each number of ranks. Weak: the same batch on each rank, over equal images."""
     many = [(n, setup.config(global_batch_size=n * batch if weak else batch, world_size=n, **settings)) for n in ranks]
+    plain = settings.get("precision", setup.plain_precision) == setup.plain_precision
+    name = setup.family_name(batch, per_rank=weak) + f", {settings.get('precision')}" * (not plain)
     return Family(
-        name=f"{setup.family_name(batch, per_rank=True)}{WEAK}" if weak else setup.family_name(batch),
+        name=f"{name}{WEAK}" if weak else name,
         baseline_label=setup.ranks_label(1),
         baseline=setup.config(global_batch_size=batch, **settings),
         candidates=tuple((setup.ranks_label(n), config) for n, config in many),
@@ -295,7 +297,7 @@ PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39
 """Trained parameters of each network, which do not depend on the size of its images."""
 _VARIES = {
     *("network", "device", "threads", "world_size", "nodes"),
-    *("global_batch_size", "image_size", "data_sha256", "seed"),
+    *("global_batch_size", "data_sha256", "seed"),
 }
 _PRIOR = (
     (1_000_000, math.inf, SINGLE, "the model is too small, below 1,000,000 parameters"),
@@ -383,7 +385,7 @@ def strategy(
     else:
         whole("parameters", parameters, 1)
         network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
-    measured = experiments.measured_here("multi_gpu", output_dir)
+    measured = experiments.measured_here("multi_gpu", output_dir, network=network, device=device)
     return decide(measured, network=network, parameters=parameters, batch=batch, device=device)
 
 

@@ -462,8 +462,8 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
     if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
+    records = [r for r in records if r.role == LOOK or (r.config.work_name, r.config.device) == (work, "cpu")]
     found = all_cores_first(comparisons(study(records, "amp"))) if records else []
-    found = [c for c in found if (c.config.work_name, c.config.device) == (work, "cpu")]
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 
 

@@ -24,7 +24,7 @@ import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
 from ddpm_lab.declared import parsed
-from ddpm_lab.explain.selection import RECOMMENDATION, chosen, study
+from ddpm_lab.explain.selection import RECOMMENDATION, about, chosen, study
 from ddpm_lab.files import LEDGER, read_settings, replace
 from ddpm_lab.ledger import Ledger, load, published_trials
 from ddpm_lab.measure import hardware
@@ -67,11 +67,12 @@ def fastest(
 ) -> tuple[RunConfig, str]:
     """``config`` with the fastest of SETTINGS that the user has not ``said``, and a sentence that says why.
 
-    A run that goes on in ``folder`` keeps its settings. Without ``probing``, on a GPU, where something is compiled, and
-    over several hosts they stay as ``usual_settings`` has them. Nothing fails here: a candidate that fails is out.
+    A run that goes on in ``folder`` keeps its settings. Without ``probing``, and over several hosts, they stay as
+    ``usual_settings`` has them; on a GPU, and where something is compiled, unless a search recommends others. Nothing
+    fails here: a candidate that fails is out.
     """
     open_, warning = [name for name in SETTINGS if name not in said], _emulated(config)
-    if config.device != "cpu" or config.compile != "off" or config.nodes > 1 or not open_:
+    if config.nodes > 1 or not open_:
         return config, warning
     if found := _before(config, open_, folder):
         return found, ""
@@ -79,6 +80,8 @@ def fastest(
         return config, warning
     if found := _recommended(config, open_, output):
         return found, f"settings: {_name(found)}, as this machine's search recommends for {config.network}"
+    if config.device != "cpu" or config.compile != "off":
+        return config, ""
     contest = _Contest(_candidates(config, said), dataclasses.replace(config, **PLAIN), threads, progress)
     tried = _fastest_of(contest, _key(config, said, threads), output / FILE, steps)
     return (dataclasses.replace(config, **tried[0]), tried[1]) if tried else (config, "")
@@ -275,11 +278,10 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
     with suppress(ModuleNotFoundError, ValueError, OSError):
         heads = [h for h in Ledger(output / LEDGER).heads()[0] if h.machine.key == machine]
         mine = [h for h in heads if not h.cohort[2].startswith(OWN_DATA)]
+        mine = about(mine, network=config.network, device=config.device)
         if not any(h.role == "space" for h in mine):
             return None
-        found = load(chosen(mine, RECOMMENDATION, machine=machine))[0]
-        same = [r for r in found if (r.config.network, r.config.device) == (config.network, config.device)]
-        measured = study(same, RECOMMENDATION, machine=machine)
+        measured = study(load(chosen(mine, RECOMMENDATION, machine=machine))[0], RECOMMENDATION, machine=machine)
         told = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
         best = told.best.row.config if told and told.count else None
         if best and all(getattr(best, name) == getattr(config, name) for name in ALIKE):

@@ -147,7 +147,12 @@ def _studies(
 ) -> list[Study]:
     """What the records of each question show, beside the trials published in ``published`` (default: ``output``)."""
     asked, trials = {RECOMMENDATION, *(r.experiment for r in records)}, published_trials(published or output)
-    studies = [study(records, name, machine=machine, output_dir=output) for name in every_question() if name in asked]
+    labs = [r for r in records if not r.config.is_own]  # published claims are about this trainer
+    studies = [
+        study(labs if name in selection.BESIDE_OTHERS else records, name, machine=machine, output_dir=output)
+        for name in every_question()
+        if name in asked
+    ]
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 

@@ -147,8 +147,8 @@ def of_study(study: Study, source: str) -> list[Summary]:
 
 
 def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
-    kind = (row.run_id, row.role, row.baseline_id, row.family)
-    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind]
+    kind = (row.run_id, row.role, row.baseline_id)
+    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id) == kind]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
     told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
