@@ -140,9 +140,8 @@ class Group(AbstractContextManager["Group"]):
         with it, are moved so that its ranks leave the barrier before the window when those of this host do.
         """
         reports = self.ask("window", limit, stage, settle=settle, steps=steps)
-        begun: dict[str, float] = {}
-        for report in reports:
-            begun[report["host"]] = min(report["start"], begun.get(report["host"], report["start"]))
+        hosts = {report["host"] for report in reports}
+        begun = {host: min(r["start"] for r in reports if r["host"] == host) for host in hosts}
         for report in reports:
             shift = begun[reports[0]["host"]] - begun[report["host"]]
             report["start"], report["end"] = report["start"] + shift, report["end"] + shift

@@ -27,7 +27,6 @@ from ddpm_lab.measure.hardware import ask_nvml, cgroup_cores, cgroup_throttled_s
 from ddpm_lab.record import CROWDED_CORES
 
 QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2  # how long a set waits for a quiet moment at most, and each look for one takes
-QUIET_CORES = 0.25  # less than this is what any machine does by itself
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
 MINUTE = 60.0
 
@@ -114,7 +113,7 @@ def others_cores(seconds: float) -> float | None:
 def free_cores(seconds: float = FREE_SECONDS) -> int:
     """Usable cores that other processes leave free; a core counts as taken from a half on, and one is always left."""
     others = others_cores(seconds)
-    if others is not None and others >= QUIET_CORES:
+    if others is not None and others >= CROWDED_CORES:  # less is what any machine does by itself
         others = others_cores(2 * seconds)
     return _left(usable_cores(), others or 0.0)
 
