@@ -37,7 +37,7 @@ class DoublePrecision(Trainer):
             super().__init__(config, context)
 
     def loss(self, batch: Batch, part: slice) -> Tensor:
-        return super().loss(dataclasses.replace(batch, images=batch.images.double()), part)
+        return super().loss(batch._replace(images=batch.images.double()), part)
 
 
 def gradients(rank: int, world_size: int, config: RunConfig, folder: str, kind: type[Trainer]) -> None:

@@ -150,7 +150,7 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
         refused(tmp_path / "a.tar.gz", tmp_path / "out", r"limit of 1\.0 MiB|without a size")
     monkeypatch.setattr(archives, "MAX_TAR_MEMBERS", 2)
-    refused(make_tar(tmp_path / "a.tar.gz", dict.fromkeys("abc", b"")), tmp_path / "out", "limit of")
+    refused(make_tar(tmp_path / "a.tar.gz", dict.fromkeys("abc", b"")), tmp_path / "out", "more files .* limit of 2;")
     back = bytearray(tarfile.TarInfo("b").tobuf(tarfile.GNU_FORMAT))
     back[124:136] = b"\xff" + (256**11 - 512).to_bytes(11, "big")  # to its own header, again and again
     back[148:156] = b"%06o\0 " % (sum(back[:148]) + 8 * 32 + sum(back[156:]))

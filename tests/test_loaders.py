@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +114,7 @@ def test_a_still_loader_repeats_its_first_batch(packed: PackedImages) -> None:
         taken = list(islice(open_loader("still", packed, plan, channels_last=channels_last), 4))
         first = next(plain(packed, plan, channels_last))
         assert [batch.step for batch in taken] == [0, 1, 2, 3], "noise and timesteps are drawn by the step"
-        assert all(same(replace(batch, step=0), first) for batch in taken)
+        assert all(same(batch._replace(step=0), first) for batch in taken)
         assert len({batch.images.data_ptr() for batch in taken}) == 1
 
 

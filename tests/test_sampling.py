@@ -29,7 +29,7 @@ from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
-from ddpm_lab.training.training import generation
+from ddpm_lab.training.training import Generation
 
 MEAN, DEVIATION = 0.2, 0.15
 
@@ -292,7 +292,7 @@ def test_ranks_share_the_missing_images_which_are_of_their_seed_and_number_alone
         config = dataclasses.replace(usual, world_size=ranks, global_batch_size=batch, seed=seed, options=given)
         seen = []
         for rank in range(ranks):
-            workload = generation(config, context(rank, ranks))
+            workload = Generation(config, context(rank, ranks))
             assert workload.witness() == {"images": 0}
             batches = list(workload.batches())
             assert len(batches) == -(-len(missing) // batch), "every rank takes as many steps"

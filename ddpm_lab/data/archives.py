@@ -126,20 +126,18 @@ def _extract_cifar(source: Path, dest: Path, progress: Progress | None) -> None:
 
 def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the pickled batches, in the order of their numbers."""
-    too_large = _too_large(source, "more bytes than CIFAR-10 has", _size(MAX_TAR_BYTES))
     with gzip.open(source) as stream:
         content = stream.read(MAX_TAR_BYTES + 1)
     if len(content) > MAX_TAR_BYTES:
-        raise too_large
-    batches, total = [], 0
+        raise _too_large(source, "more bytes than CIFAR-10 has", _size(MAX_TAR_BYTES))
+    batches = []
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         for count, member in enumerate(tar):
             _check_member(source, member.name, member.isfile() or member.isdir())
-            total += member.size
+            if count >= MAX_TAR_MEMBERS:
+                raise _too_large(source, "more files than CIFAR-10 has", f"{MAX_TAR_MEMBERS:,}")
             if member.size < 0 or member.issparse():  # either may claim anything, and some readers go round in circles
                 raise ValueError("a member without a size of its own")
-            if total > MAX_TAR_BYTES or count >= MAX_TAR_MEMBERS:
-                raise too_large
             name = PurePosixPath(member.name).name
             if member.isfile() and _BATCH.fullmatch(name):
                 batches.append((len(name), name, member))

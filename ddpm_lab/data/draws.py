@@ -10,8 +10,8 @@ unrelated streams, where added ones would overlap.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,7 @@ class EpochStream:
         return heads
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Which part of which batches a loader gives: one rank's, endlessly."""
 
     stream: EpochStream
@@ -126,6 +125,4 @@ def noise_and_timesteps(
         noise.append(torch.randn(chunk_samples, *shape, generator=generator, device=device))
     offset = first * chunk_samples
     part = slice(start - offset, stop - offset)
-    if first == last:
-        return noise[0][part], t[0][part]
     return torch.cat(noise)[part], torch.cat(t)[part]

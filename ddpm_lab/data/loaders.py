@@ -9,10 +9,9 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +33,12 @@ MIRRORED_BYTES = 512 * 2**20
 _UPLOAD_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One rank's part of a batch: float32 (n, 3, S, S) in [-1, 1] on the device or the host, and image indices."""
 
     images: torch.Tensor
     indices: npt.NDArray[np.int64]
     step: int
-
-    def pin_memory(self) -> "Batch":
-        """Return a copy whose images lie in page-locked memory, as torch's loader asks for."""
-        return replace(self, images=self.images.pin_memory())
 
 
 class ModelRange:
@@ -223,8 +217,8 @@ def open_loader(
     batches = _gathered(plan, rows, ModelRange(side, channels_last))
     if kind == "still":
         first = next(batches)
-        first = replace(first, images=first.images.to(device))
-        batches = (replace(first, step=step) for step in itertools.count(plan.start_step))
+        first = first._replace(images=first.images.to(device))
+        batches = (first._replace(step=step) for step in itertools.count(plan.start_step))
     return Loader(kind, batches)
 
 

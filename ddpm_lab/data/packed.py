@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,12 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.data import archives, synthetic
 from ddpm_lab.data.folder import DECODING_RULE, DataError, ImageFile, Progress, decode_files, fingerprint, list_images
 from ddpm_lab.declared import Opt, parsed, reader
-from ddpm_lab.files import expanded, lock
+from ddpm_lab.files import expanded, lock, replace
 
 SCHEMA = 1
 MANIFEST, IMAGES, FILES = "manifest.json", "images.npy", "files.json"
 LOCK = ".ddpm-lab.lock"  # also marks a folder as ours to rebuild
-UNPACKED, PARTIAL = "images", ".partial"
+UNPACKED = "images"
 LARGEST_SIDE = 16_384
 """Pixels, as of the setting."""
 SYNTHETIC = "synthetic"
@@ -96,8 +96,7 @@ class Manifest:
         return json.dumps({"count": self.count, **asdict(self)}, indent=1) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedImages:
+class PackedImages(NamedTuple):
     """An opened prepared folder. ``images`` is read-only and mapped: uint8 (N, S, S, 3); indices are sorted int64."""
 
     dest: Path
@@ -240,8 +239,7 @@ def resolve(
     return dest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """Everything that decides the content of a prepared folder."""
 
     kind: str
@@ -340,22 +338,16 @@ def _clear(dest: Path) -> None:
     """Remove what an earlier or interrupted build left; the manifest first, since it vouches for the rest."""
     for name in (MANIFEST, IMAGES, FILES):
         (dest / name).unlink(missing_ok=True)
-        (dest / (name + PARTIAL)).unlink(missing_ok=True)
-    for name in (UNPACKED, UNPACKED + PARTIAL):
-        if (dest / name).is_dir():
-            shutil.rmtree(dest / name)
+    if (dest / UNPACKED).is_dir():
+        shutil.rmtree(dest / UNPACKED)
 
 
 def _unpack(job: _Job, dest: Path, progress: Progress | None) -> Path:
     """Unpack an archive, or write the synthetic images, into ``dest``; return the folder to train on."""
-    partial = dest / (UNPACKED + PARTIAL)
     if job.kind == "archive":
-        train = archives.extract(job.source, partial, progress=progress)
-    else:
-        synthetic.write_folder(partial, image_size=job.image_size, progress=progress)
-        train = partial
-    partial.rename(dest / UNPACKED)
-    return dest / UNPACKED / train.relative_to(partial)
+        return archives.extract(job.source, dest / UNPACKED, progress=progress)
+    synthetic.write_folder(dest / UNPACKED, image_size=job.image_size, progress=progress)
+    return dest / UNPACKED
 
 
 _Sources = list[tuple[Path, list[ImageFile]]]
@@ -395,7 +387,7 @@ def _decode(
 
 def _build(job: _Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
     """Decode, split and write a prepared folder. Raises DataError for damaged files."""
-    array, sources, skipped = _decode(job, dest / (IMAGES + PARTIAL), sources, progress)
+    array, sources, skipped = _decode(job, dest / IMAGES, sources, progress)
     held_out_indices, unused_indices = split(array, len(sources[0][1]) if job.held_out else None)
     within = {folder: folder.relative_to(dest) if folder.is_relative_to(dest) else folder for folder, _ in sources}
     parts = [{"root": str(within[folder]), "files": files} for folder, files in sources]
@@ -412,13 +404,11 @@ def _build(job: _Job, dest: Path, mark: str, sources: _Sources, progress: Progre
         unused_indices=unused_indices,
         skipped=tuple(skipped),
     )
-    # What was built gets its name last, and the manifest only when the rest has reached the disk.
-    (dest / (FILES + PARTIAL)).write_text(json.dumps(parts))
-    (dest / (MANIFEST + PARTIAL)).write_text(manifest.to_json())
-    for name in (IMAGES, FILES, MANIFEST):
-        with (dest / (name + PARTIAL)).open("r+b") as file:
+    (dest / FILES).write_text(json.dumps(parts))
+    for name in (IMAGES, FILES):
+        with (dest / name).open("r+b") as file:
             os.fsync(file.fileno())
-        (dest / (name + PARTIAL)).rename(dest / name)
+    replace(dest / MANIFEST, manifest.to_json(), durable=True)  # last: it vouches for the rest
     return manifest
 
 

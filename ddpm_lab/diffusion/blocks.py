@@ -6,8 +6,6 @@ follows it in one kernel, an upsampled image without its copies of pixels, gradi
 mathematics is the same.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -44,10 +42,6 @@ class UNetConfig:
     attention_levels: tuple[int, ...] = ()
     middle_attention_axis: str = "channels"
     fused: bool = False
-
-    @property
-    def time_width(self) -> int:
-        return 4 * self.width
 
 
 def zero(layer: nn.Module) -> None:
@@ -136,7 +130,7 @@ class TimeLinear(nn.Linear):
     """A block's layer of the time embedding; where the network has ``joined`` them, it is given its output already."""
 
     def __init__(self, c: UNetConfig, outputs: int) -> None:
-        super().__init__(c.time_width, outputs)
+        super().__init__(4 * c.width, outputs)
         self.joined = c.fused and kernels.takes("time layers")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ precision and casts to and fro: a step of the seed network at batch 128 then mov
 (counted over operators, not measured).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

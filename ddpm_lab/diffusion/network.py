@@ -1,7 +1,5 @@
 """The network of a configuration: built, compiled block by block, read back, and made ready to be sampled from."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
@@ -23,7 +22,7 @@ from ddpm_lab.diffusion.step import (
     require,
 )
 from ddpm_lab.diffusion.unet import UNet, build_network
-from ddpm_lab.plan import ATTENTION
+from ddpm_lab.plan import ATTENTION, FUSED_PARTS
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -33,7 +32,8 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")
-    attention = config.option("attention", "")
+    choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
+    choice("options.attention", attention := config.option("attention", ""), ("", *ATTENTION))
     for each in ATTENTION if attention else ():
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
     lab = build_network(config.network, fused=config.kernels == "fused", attention_axis=config.attention_axis)

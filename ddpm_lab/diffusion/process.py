@@ -4,10 +4,9 @@ Symbols follow Ho et al. 2020, "Denoising Diffusion Probabilistic Models": beta_
 alpha_bar_t = alpha_1 ... alpha_t. Timesteps count from 0 here, so the paper's t is index t - 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,20 +44,13 @@ class Diffusion:
         self.config, self.timesteps = config, config.timesteps
         self.betas = (linear_betas if config.schedule == "linear" else cosine_betas)(config.timesteps)
         self.alpha_bar = torch.cumprod(1 - self.betas, 0)
-        self.loss_weight = self._loss_weight()
-
-    def _loss_weight(self) -> Tensor:
-        """Weight (T,) of the squared error at each t (Hang et al. 2023, section 3.4): min(SNR, gamma) on x0.
-
-        The errors of the other objectives are multiples of the error of x0, which the divisors undo.
-        """
-        if self.config.min_snr_gamma is None:
-            return torch.ones_like(self.alpha_bar)
+        # Weights (T,) of the squared error (Hang et al. 2023, section 3.4): min(SNR, gamma) on x0. The errors of the
+        # other objectives are multiples of the error of x0, which the divisors undo.
         snr = self.alpha_bar / (1 - self.alpha_bar)
-        divisor = {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[self.config.objective]
-        return snr.clamp(max=self.config.min_snr_gamma) / divisor
+        divisor = {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[config.objective]
+        self.loss_weight = snr.clamp(max=config.min_snr_gamma or math.inf) / divisor  # without a gamma of no use
 
-    def to(self, device: torch.device | str) -> Diffusion:
+    def to(self, device: torch.device | str) -> Self:
         """Move the tables to ``device`` and return self."""
         self.betas, self.alpha_bar = self.betas.to(device), self.alpha_bar.to(device)
         self.loss_weight = self.loss_weight.to(device)

@@ -5,8 +5,6 @@ computes what ``unet`` and ``sampling`` compute and shares none of their code: t
 speed is compared with it.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any, cast

@@ -4,11 +4,8 @@ A sampler is a list of steps worked out beforehand, so that between two evaluati
 operations on the images, and nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +26,7 @@ GAP = 2
 _NOISE = 4  # the purposes 1 to 3 are those of ``data/draws.py``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """One step back from ``time``, as weights: but for the clipping of x0 it is linear in the images.
 
     x0 = ``x0_scale`` (prediction + ``x0_ratio`` x), clipped to [-1, 1]; the next x = ``of_x0`` x0 + ``of_x`` x +
@@ -112,10 +108,7 @@ def _steps(diffusion: Diffusion, times: Tensor, of_x0: Tensor, of_x: Tensor, of_
     scale, _ = diffusion.to_x0_and_noise(one, zero, times)
     of_x_in_x0, _ = diffusion.to_x0_and_noise(zero, one, times)
     table = torch.stack([w.flatten() for w in (scale, of_x_in_x0 / scale, of_x0, of_x, of_noise)], dim=1)
-    return [
-        Step(time=time, x0_scale=a, x0_ratio=b, of_x0=c, of_x=d, of_noise=e)
-        for time, (a, b, c, d, e) in zip(times.tolist(), table.tolist(), strict=True)
-    ]
+    return [Step(time, *weights) for time, weights in zip(times.tolist(), table.tolist(), strict=True)]
 
 
 def image_grid(images: Tensor) -> npt.NDArray[np.uint8]:

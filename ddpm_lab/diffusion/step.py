@@ -1,7 +1,5 @@
 """What every training step has in common: batches, number format, Adam, and how to tell what ran."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -105,9 +103,11 @@ def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     }
     if not seen["compiled_frames"]:
         return seen
-    seen["compile"] = "whole" if hasattr(model, "_orig_mod") else "regional"
-    made = [model] if seen["compile"] == "whole" else [getattr(m, "_compiled_call_impl", None) for m in model.modules()]
-    modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in map(_inductor_settings, made) if c}
+    whole = hasattr(model, "_orig_mod")
+    seen["compile"] = "whole" if whole else "regional"
+    made: list[Any] = [model] if whole else [getattr(m, "_compiled_call_impl", None) for m in model.modules()]
+    asked = (m.get_compiler_config() for m in made if hasattr(m, "get_compiler_config"))
+    modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in asked if c}
     if modes:
         seen["compile_mode"] = " and ".join(sorted(modes))
     if modes & {"reduce-overhead", "max-autotune"}:
@@ -118,14 +118,6 @@ def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
         tree = cudagraph_trees.get_manager(device, create_if_none_exists=False)
         seen["cuda_graphs"] = _nodes(tree.roots) if tree else 0
     return seen
-
-
-def _inductor_settings(compiled: Any) -> dict[str, Any] | None:
-    """The settings that inductor compiles with, of a compiled model or method; None where this torch tells nothing."""
-    context = getattr(compiled, "dynamo_ctx", None)  # a model has it, a function the method
-    ask = getattr(compiled, "get_compiler_config", lambda: None)
-    found: dict[str, Any] | None = getattr(context, "compiler_config", None) if context else ask()
-    return found
 
 
 def _nodes(children: Any) -> int:
@@ -334,19 +326,15 @@ class Step(Fed, ABC):
             total.item()
             self.losses_read += 1
         mark("optimizer")
-        self._descend()
-        self.steps += 1
-        self.update()
-        return total
-
-    def _descend(self) -> None:
-        """Clip the gradients, step, and drop them; in fp16 the step is skipped where they overflowed."""
         self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
-        self.scaler.step(self.optimizer)
+        self.scaler.step(self.optimizer)  # in fp16 it is skipped where gradients overflowed
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.update()
+        return total
 
     def _forward_once(self) -> None:
         """Compute a loss eagerly: how the witness sees into what is compiled."""

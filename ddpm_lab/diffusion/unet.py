@@ -5,8 +5,6 @@ attention at every level and cosine-similarity attention in the middle. The ``dd
 al. 2020 (appendix B), without its dropout, so that a step draws no random numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -53,7 +51,7 @@ class UNet(nn.Module):
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
-        self.config, time_width = config, config.time_width
+        self.config, time_width = config, 4 * config.width
         activation: nn.Module = nn.GELU() if config.family == "seed" else nn.SiLU()
         # Every block applies SiLU to the embedding before its own linear layer: done once here.
         self.time = nn.Sequential(

@@ -1,9 +1,8 @@
 """The answer to a question, computed once from a study: its finding, figure, table and further views."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpm_lab.explain import charts, machine_state, phrases, stats
 from ddpm_lab.explain.charts import Figure, Line, Panel, Row, forest
@@ -13,17 +12,15 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, one_family, without_constant
 
-_NONE = phrases.DASH
 ENERGY = "kWh for a million images"
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A further figure, saved under ``name``, or table of an answer; it is left out where it has no data."""
 
     caption: str
     name: str = ""
-    figure: Callable[[], Figure | None] | None = None
+    figure: Callable[[], "Figure | None"] | None = None
     table: Callable[[], Table] | None = None
 
 
@@ -43,13 +40,11 @@ class Answer:
 
     def figures(self) -> list[tuple[str, Figure, str]]:
         """Return the further figures that have data as (caption, figure, name of the file)."""
-        drawn = [(v.caption, v.figure(), v.name) for v in self.views if v.figure]
-        return [(caption, figure, name) for caption, figure, name in drawn if figure is not None]
+        return [(v.caption, drawn, v.name) for v in self.views if v.figure and (drawn := v.figure())]
 
     def tables(self) -> list[tuple[str, Table]]:
         """Return the further tables that have rows as (caption, table)."""
-        found = [(v.caption, v.table()) for v in self.views if v.table]
-        return [(caption, rows) for caption, rows in found if rows]
+        return [(v.caption, rows) for v in self.views if v.table and (rows := v.table())]
 
 
 def speeds(
@@ -86,8 +81,8 @@ def speed_table(
     if not cells:
         return []
     cells[0]["Note"] = f"{cells[0]['Note']} {machine_state.unknown(study)}".strip()
-    empty = {"Note": [""], "Disturbed sets": ["0"], ENERGY: [_NONE, "unknown"]}
-    empty |= {key: [_NONE] for key in phrases.LOSS}
+    empty = {"Note": [""], "Disturbed sets": ["0"], ENERGY: [phrases.DASH, "unknown"]}
+    empty |= {key: [phrases.DASH] for key in phrases.LOSS}
     return without_constant(cells if name_family else one_family(cells), empty)
 
 
@@ -110,11 +105,11 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
         "Peak memory": phrases.peak_memory(row),
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row.sets} \N{MULTIPLICATION SIGN} {row.turns}",
         "Disturbed sets": str(row.disturbed_sets),
-        "Quality": _NONE if row.role in _SELF else row.quality,
+        "Quality": phrases.DASH if row.role in _SELF else row.quality,
     }
     known = {*cells} if row.sets else {"Verdict", "Disturbed sets", *further}
     known |= {"Peak memory"} if row.status == "ok" else set()
-    cells = {name: cell if name in known else _NONE for name, cell in cells.items()}
+    cells = {name: cell if name in known else phrases.DASH for name, cell in cells.items()}
     label = row.label.removesuffix(" again") if row.role == "twin" else row.label
     name = {"Family": row.family, "Configuration": f"{label}{_SELF.get(row.role, '')}"}
     return {**name, **cells, **phrases.loss(row), "Note": note}

@@ -1,7 +1,5 @@
 """Names for parallel efficiency, from two documents or one's own table, and for the shares of a step, from a third."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

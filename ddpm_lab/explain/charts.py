@@ -106,18 +106,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Rows under a heading, with a reference line and a grey band where there are any."""
+    """Rows under a heading, with a reference line and a grey band where there are any: ratios' is 1, differences' 0."""
 
     rows: Sequence[Row]
     heading: str = ""
     reference: float | None = None
     band: tuple[float, float] | None = None
     label: str = ""
-
-    @property
-    def ratios(self) -> bool:
-        """Whether its values are ratios, which have a reference above zero; differences have zero."""
-        return bool(self.reference)
 
 
 def sheet(title: str, context: str, body: float, note: str = "") -> tuple[Figure, SubFigure]:
@@ -279,7 +274,7 @@ def forest(
         figure, axes, _ = row_panels(panels, title, context, note, label, beside=beside)
         for ax, panel in zip(axes, panels, strict=True):
             low, high = _forest_limits([panel] if beside else panels)
-            _forest_axis(ax, low, high, ratios=panel.ratios, narrow=beside)
+            _forest_axis(ax, low, high, ratios=bool(panel.reference), narrow=beside)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=SOFT, lw=1.2, zorder=1)
             if panel.band is not None:
@@ -298,9 +293,9 @@ def _forest_limits(panels: Sequence[Panel]) -> tuple[float, float]:
     points += [v for p in panels for v in ((p.reference,) if p.reference is not None else ()) + (p.band or ())]
     low, high = min(points, default=0.0), max(points, default=1.0)
     ends = [v for r in rows for v in (r.low, r.high) if not math.isnan(v)]
-    reach = max(high - low, 0.15 if panels[0].ratios else 0.0)
+    reach = max(high - low, 0.15 if panels[0].reference else 0.0)
     least, most = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
-    if panels[0].ratios:
+    if panels[0].reference:
         least = max(least, 0.5 * low)
         if most / least > _LOGARITHMIC:
             return least / 1.15, most * 1.15

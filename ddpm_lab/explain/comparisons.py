@@ -1,7 +1,5 @@
 """Records to comparisons: one row for each configuration of a family, with ratio, interval and verdict."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

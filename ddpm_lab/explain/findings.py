@@ -1,7 +1,5 @@
 """The answer to a question in words: a headline, a line of evidence, and notes on what limits them."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -201,11 +199,8 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
 
 def unsound(study: Study) -> str:
     """Name the settings whose gradient check failed or found a fault."""
-    told = []
-    for r in study.records:
-        if r.role == "check":
-            answer = (r.quality or {}).get("gradients") or {}
-            told.append((r.label, gradient_fault(answer) if answer else phrases.failed(r.status, r.reason)))
+    checks = [(r, (r.quality or {}).get("gradients")) for r in study.records if r.role == "check"]
+    told = ((r.label, gradient_fault(found) if found else phrases.failed(r.status, r.reason)) for r, found in checks)
     return listed("Wrong gradient", (item for item in told if item[1]))
 
 

@@ -1,11 +1,9 @@
 """What the machine did while it was measured: neighbours, clocks, temperature, power and memory."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak, repeats_itself
@@ -29,8 +27,7 @@ Quantity = tuple[str, str | list[float], Callable[[Sequence[float]], str]]
 """Its name, its values or their key in the state of a window, and how they are said."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A window, or the windows of a time budget, and what other processes used meanwhile; None is unknown.
 
     ``turn`` counts from 1 over all sets of the study in their order.
@@ -84,20 +81,17 @@ def warnings(study: Study) -> tuple[str, ...]:
         told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
     if not repeats_itself(study.looks):
         told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
-    return (*told, *_cores_used(study))
-
-
-def _cores_used(study: Study) -> list[str]:
-    """Return a sentence if fewer cores were used than there are, and whether others used the rest."""
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
     for r in study.records:
         used, most = r.config.threads * r.config.node_size, r.machine.usable_cores
         if r.role == "baseline" and r.config.device == "cpu" and 0 < used < most:
             taken[used, most] += [w.others_cores or 0.0 for w in r.windows]
-    told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken)]
-    # A core counts as taken from a half on, as where the number of cores was chosen.
-    others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
-    return [f"Measured with {' and '.join(told)}{': other processes used the rest' * others}."] if told else []
+    if taken:
+        cores = " and ".join(f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken))
+        # A core counts as taken from a half on, as where the number of cores was chosen.
+        others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
+        told.append(f"Measured with {cores}{': other processes used the rest' * others}.")
+    return tuple(told)
 
 
 def table(study: Study) -> Table:

@@ -1,7 +1,5 @@
 """Executed notebooks as HTML pages, and the index over them: one file each, no script, no request."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Numbers and settings in words, the same in sentences, tables and figures."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -140,12 +138,6 @@ def work(config: RunConfig) -> str:
 
 def _values(values: Iterable[Any]) -> str:
     return joined([str(v) for v in dict.fromkeys(values)])
-
-
-def training(study: Study) -> str:
-    """Return the network of the lab's trainer, ``tiny network``; empty if it was not measured."""
-    names = _values(r.config.network for r in study.records if r.role == "baseline" and r.config.workload == DDPM)
-    return f"{names} network" if names else ""
 
 
 def context(study: Study, *, batch: bool = True) -> str:

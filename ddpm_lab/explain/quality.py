@@ -4,8 +4,6 @@ Both sides of a pair begin with the same weights and see the same images, timest
 what a seed is worth to both drops out of the difference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -94,8 +92,6 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     """
     values = np.asarray(differences, dtype=float)
     n = len(values)
-    if n == 0:
-        return _UNKNOWN
     mean = float(values.mean())
     if n == 1:  # from which no margin can be known
         return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
@@ -320,27 +316,24 @@ def speaks_for(record: RunRecord, code_version: str) -> bool:
     return code_version in (record.code_version, found.get("trainer"), *found.get("codes", ()))
 
 
-def sentence(found: Equivalence) -> str:
-    """A verdict in a few words, for tables: ``not worse after 20,000 images (8 seeds; published 2026-11-22)``."""
+def sentence(found: Equivalence, *, basis: bool = False) -> str:
+    """A verdict in a few words: ``not worse after 20,000 images (8 seeds; published 2026-11-22)``.
+
+    With its ``basis`` it has difference, interval and margin too.
+    """
     if found.verdict == NOT_MEASURED:
         return NOT_MEASURED
     seeds = f"{found.seeds} seed{'s' * (found.seeds != 1)}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
     told = [found.reason or f"{seeds}{need}", *([f"published {found.published}"] if found.published else [])]
+    if basis and not found.reason and not math.isnan(found.low + found.margin):
+        told += [f"loss {difference(found)}", f"margin {margin_words(found)}"]
     return f"{found.verdict}{'' if found.reason else after(found)} ({'; '.join(told)})"
 
 
 def after(found: Equivalence) -> str:
     """After how many images a verdict holds, after a space: `` after 20,000 images``; empty where no trial says."""
     return f" after {found.images:,} images" if found.images else ""
-
-
-def full(found: Equivalence) -> str:
-    """A verdict with what it rests on: that of ``sentence``, and difference, interval and margin."""
-    said = sentence(found)
-    if found.reason or math.isnan(found.low + found.margin):
-        return said
-    return f"{said.removesuffix(')')}; loss {difference(found)}; margin {margin_words(found)})"
 
 
 def difference(found: Equivalence) -> str:

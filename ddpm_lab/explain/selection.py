@@ -1,7 +1,5 @@
 """Studies: the records that answer a question."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The figure is also written to ``image_output/`` of the study's output folder. Ou
 the text form of what they would show.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM
 from ddpm_lab.explain import findings, machine_state, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts import Figure, save
@@ -42,13 +41,15 @@ def finding(answer: Answer) -> None:
     study, found = answer.study, answer.finding
     how = findings.how_to_judge(study, found, trains=answer.trains)
     last = study.records[-1] if study.records else None
+    bases = [r.config for r in study.records if r.role == "baseline"]
+    networks = list(dict.fromkeys(config.network for config in bases if config.workload == DDPM))
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
         **{name: getattr(found, name) for name in (*told, "notes", "published")},
         "evidence": " \N{MIDDLE DOT} ".join(rests_on),
         "data": last.data_name if last else "",
-        "training": phrases.training(study),
+        "training": f"{phrases.joined(networks)} network" if networks else "",  # of the lab's own trainer
         "code_version": last.code_version if last else "",
     }
     facts = {

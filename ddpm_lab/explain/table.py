@@ -3,8 +3,6 @@
 They are shown as plain text, on a terminal, as HTML, Markdown and CSV.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

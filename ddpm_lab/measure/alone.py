@@ -28,7 +28,7 @@ STEPS_AT_ONCE = 50  # steps of training between two signs of life
 SAMPLER_STEPS = 50  # steps of DDIM in which a trial draws
 MOST_IMAGES, MOST_BYTES = 16, 2**18  # what a record keeps of a trial's images: so many, or in so many bytes
 WARM_STEPS, COMPARED_STEPS = 10, 3  # of a gradient check: layers that start at zero pass no gradient for three steps
-FID, FID_SECONDS = "ddpm_lab.training.fid:fid", 600.0  # its workload, and how long it may be silent
+FID, FID_SECONDS = "ddpm_lab.training.fid:Fid", 600.0  # its workload, and how long it may be silent
 WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 
 

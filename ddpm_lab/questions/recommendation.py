@@ -507,7 +507,7 @@ def _of_search(found: Recommendation) -> Finding:
         headline = f"Nothing to use yet{_for(base)}: {words} against the baseline is {phrases.outcome(row)}"
     against = f"{phrases.work(base)}, {phrases.settings(base)}, batch {base.global_batch_size}"
     again = f"Measured again after the search, against {against}."
-    told = about(where, row, headline, again, f"Quality: {quality.full(judged)}.", *rest)
+    told = about(where, row, headline, again, f"Quality: {quality.sentence(judged, basis=True)}.", *rest)
     status = ANSWERED if found.count else UNTRIED if found.reach else told.status
     if not (found.count or found.reach or row.answered):
         return replace(told, way_out=_search_command(where, found.space))

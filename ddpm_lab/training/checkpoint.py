@@ -4,8 +4,6 @@ A file holds a JSON text, tensors, and a hash over both, as ``torch.save`` write
 with weights only and mapped into memory, so that what it claims takes none before it has been checked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

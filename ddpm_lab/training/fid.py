@@ -3,8 +3,6 @@
 Its weights are a local file; nothing is downloaded. What a FID needs is checked beforehand by ``plan_fid``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io
@@ -147,7 +145,3 @@ class Fid(Untrained):
             self.context.mark("training images" if real else "generated images")
             pixels: Tensor = torch.from_numpy(images[indices[start : start + _BATCH]]).permute(0, 3, 1, 2)
             self.metric.update(pixels.contiguous().to(self.device), real=real)
-
-
-fid = Fid
-"""The workload, as configurations name it."""

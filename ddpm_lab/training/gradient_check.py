@@ -4,8 +4,6 @@ A run of seconds cannot tell whether a setting costs quality, but it can tell wh
 should: gradients that underflow, that are added or divided wrongly, or that never reach the other ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -5,8 +5,6 @@ Beside them stands what a training step has to do at least, counted on the meta 
 convolutions and products, and the elements that every eager kernel reads and writes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A training of the user's as a workload: model, data and loss are the user's; what a setting names is set here."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

@@ -7,8 +7,6 @@ flash attention, the implementation of Adam and of the average, and whether ever
 noise are drawn as they draw them.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable
@@ -31,7 +29,7 @@ INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
 _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
 
-def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
+def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Peer":
     """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it, or such a network, is not there."""
     theirs, average_of = _installed("denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "ema_pytorch")
     shape = _shape("denoising-diffusion-pytorch", config, ("seed", "s000"))
@@ -60,7 +58,7 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer
     )
 
 
-def diffusers(config: RunConfig, context: RankContext) -> Peer:
+def diffusers(config: RunConfig, context: RankContext) -> "Peer":
     """Diffusers' UNet2DModel with its DDPMScheduler. Raises Unsupported where it is not installed."""
     theirs, training_utils = _installed("diffusers", "diffusers", "diffusers.training_utils")
     shape = _shape("diffusers", config, ("seed", "ddpm", "s000"))

@@ -1,7 +1,5 @@
 """The folder of a training run: its checkpoints, its log, its settings; one run at a time works in it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -11,11 +9,10 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Self, TextIO
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Entries, Opt, parsed
 from ddpm_lab.files import NOT_IN_FILES, check_room, lock, replace, settings_text, writing
 
@@ -49,7 +46,7 @@ class RunFolder:
         self.checkpoints, self.samples = path / CHECKPOINTS, path / SAMPLES
         self._log: TextIO | None = None
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> Self:
         others = [name for name in (SETTINGS, LOG) if (self.path / name).exists()]
         if others and not ((self.path / LOCK).exists() or self.checkpoints.exists()):
             raise ConfigError(f"{self.path} holds {others[0]} of something else: give another --output-dir")
@@ -143,11 +140,6 @@ def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float, fl
             total += each[-1]
     best = min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
     return len(rows), total, statistics.fmean(each) if each else math.nan, best
-
-
-def train_count(config: RunConfig) -> int:
-    """Images of an epoch."""
-    return read_manifest(Path(config.data)).train_count
 
 
 def name_of(config: RunConfig) -> str:

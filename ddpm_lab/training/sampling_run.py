@@ -1,7 +1,5 @@
 """Images from a checkpoint, in the parent: which are missing, and the ranks that make them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -26,7 +24,7 @@ from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
 
-GENERATION = "ddpm_lab.training.training:generation"
+GENERATION = "ddpm_lab.training.training:Generation"
 SETTINGS = "sampling.json"
 SILENCE_SECONDS = 600.0
 PNG_END = b"IEND\xaeB`\x82"

@@ -1,7 +1,5 @@
 """What an experiment trains on which images, what the machine offers, the trainer's defaults, and a user's training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util
@@ -9,9 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from ddpm_lab.checks import ConfigError, compiler, missing_to_compile, whole
+from ddpm_lab.checks import ConfigError, compiler, missing_to_compile
 from ddpm_lab.config import (
     LOADER_ALONE,
     OBSERVED_OPTIONS,
@@ -73,8 +71,7 @@ def torchs_precision(device: str) -> str:
     return "tf32" if device == "cuda" and (least_capability() or (8, 0)) >= (8, 0) else "fp32"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class Images(NamedTuple):
     """Prepared images: the folder, the content hash, and a name for people."""
 
     folder: str
@@ -199,10 +196,7 @@ class Setup:
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
         usual = 128 if self.device == "cuda" or self.preset == "full" else 8
-        if asked is None:
-            return -(-usual // ranks) * ranks
-        whole("global_batch_size", asked, 1)
-        return asked
+        return -(-usual // ranks) * ranks if asked is None else asked
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
@@ -219,7 +213,6 @@ class Setup:
 
     def files(self, loader_workers: int) -> dict[str, Any]:
         """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
-        whole("loader_workers", loader_workers, 0)
         check_cores("loader_workers", loader_workers, self.usable_cores)
         return {"loader": "files", "loader_workers": loader_workers}
 
@@ -410,7 +403,7 @@ def check_brought(name: str, given: Mapping[str, Any]) -> None:
 def with_own(setup: Setup, own: Own) -> Setup:
     samples = dict(own.options).get("samples")
     told = "data of its own" if samples is None else f"{samples:,} samples"
-    images = dataclasses.replace(setup.images, sha256=own.sha256, name=told)
+    images = setup.images._replace(sha256=own.sha256, name=told)
     return dataclasses.replace(setup, own=own, images=images)
 
 

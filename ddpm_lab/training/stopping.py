@@ -1,7 +1,5 @@
 """Stop at a signal: SIGINT, SIGTERM or SIGHUP asks a run to come to an end, and a second one ends it at once."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -12,7 +10,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_SECONDS = 3.0
@@ -38,7 +36,7 @@ class Stop:
         self._noted = -math.inf
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> Self:
         heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
         self._before = {number: signal.signal(number, self._handle) for number in heeded}
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
@@ -49,7 +47,7 @@ class Stop:
             signal.signal(number, handler)
         sys.unraisablehook = self._unraisable
 
-    def _lost(self, what: sys.UnraisableHookArgs) -> None:
+    def _lost(self, what: "sys.UnraisableHookArgs") -> None:
         """Signal again where Stopped was raised in a finalizer or a callback, in which Python drops what is raised."""
         if not isinstance(what.exc_value, Stopped):
             self._unraisable(what)

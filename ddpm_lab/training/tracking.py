@@ -4,8 +4,6 @@ The parent process makes all calls, so that there is one experiment whatever the
 names here is sent.
 """
 
-from __future__ import annotations
-
 import logging.handlers
 import math
 import os
@@ -17,15 +15,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import Progress
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.files import NOT_IN_FILES
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.record import Environment
-from ddpm_lab.training.run_folder import logged, name_of, train_count
+from ddpm_lab.training.run_folder import logged, name_of
 
 WATCH_SECONDS = 10.0
 ENVIRONMENT = {
@@ -143,13 +142,13 @@ class TrackedTraining:
         self._tracker = Tracker(kind, folder / "comet", _key_of(folder), name=name_of(config), say=say)
         self._tracker.call("log_parameters", settings(config) | {f"train.{k}": value for k, value in schedule.items()})
         self._tracker.call("log_others", environment(hardware.environment()))
-        self._batch, self._images = config.global_batch_size, train_count(config)
+        self._batch, self._images = config.global_batch_size, read_manifest(Path(config.data)).train_count
         self._step, now = step, self._epoch(step + 1)
         self._losses = [row["loss"] for row in logged(folder, step) if self._epoch(row["step"]) == now]
         gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
         self._gpus = {gpu.uuid: 0 for gpu in gpus if gpu.uuid}
 
-    def __enter__(self) -> TrackedTraining:
+    def __enter__(self) -> Self:
         self._watch, self._watched = Watch(self._gpus), time.monotonic()
         self._watch.__enter__()
         return self

@@ -1,7 +1,5 @@
 """The lab's own workload: one optimizer step of a DDPM (Ho et al. 2020, algorithm 1), with every lever a setting."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -49,7 +47,7 @@ class Trainer(Step):
         self.ema = copy.deepcopy(network).requires_grad_(False)
         if config.compile == "regional":
             compile_stages(network, config.compile_mode)
-        # A function with annotations as text would be refused: DDP compares them with types.
+        # DDP would compare the annotations of a function that has any with its own types.
         hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
         super().__init__(config, context, network, adam(network.parameters(), config.optimizer), hook=hook)
         self.weights: list[Tensor] = [*self.parameters]

@@ -3,8 +3,6 @@
 Which image it is decides its noise, never the batch or the rank that makes it.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -19,7 +17,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
 from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
@@ -49,7 +46,7 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
     x = noise()
     for step in steps:
         mark("denoising")
-        x = denoise(evaluate, dataclasses.replace(step, of_noise=0.0), x, generator=unused)
+        x = denoise(evaluate, step._replace(of_noise=0.0), x, generator=unused)
         if step.of_noise > 0:
             x.add_(noise(), alpha=step.of_noise)
     return x.clamp_(-1, 1)
@@ -79,7 +76,7 @@ def restore(network: AnyUNet, tensors: Iterable[Tensor]) -> None:
         mine.copy_(saved.reshape(mine.shape))
 
 
-def training(config: RunConfig, context: RankContext) -> Training:
+def training(config: RunConfig, context: RankContext) -> "Training":
     """The workload of a run that trains for the weights, not for its speed; the option ``checkpoint`` is its start."""
     path = config.option("checkpoint", "")
     return Training(config, context, read(Path(path)) if path else None)
@@ -153,15 +150,11 @@ class Training(Trainer):
         The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are
         stratified; images take turns in a fixed random order. Timesteps, noise and images are functions of the data and
         ``draws`` alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
-
-        Raises:
-            ConfigError: nothing is held out of the data.
         """
         if self.context.rank:
             return None
         packed, diffusion = self.data.packed, self.diffusion
-        if not (images := len(packed.held_out_indices)):
-            raise ConfigError(f"{packed.dest} holds no image out of training: prepare it with a held-out part")
+        images = len(packed.held_out_indices)
         network, _ = self._plain()
         allow_tf32(False)
         generator = torch.Generator().manual_seed(_SEED)
@@ -279,7 +272,3 @@ class Generation(Untrained):
     def witness(self) -> dict[str, Any]:
         """How many images were made, and how the network ran that made them."""
         return {"images": self.images, **(self.evaluate.witness() if self.images else {})}
-
-
-generation = Generation
-"""The workload, as configurations name it."""

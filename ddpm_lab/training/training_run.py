@@ -3,8 +3,6 @@
 The parent's half, which imports torch only where a checkpoint is read: the ranks train, save and sample.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -12,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DEVICES, LEARNED, TRAINING, RunConfig
@@ -66,8 +64,7 @@ class Schedule:
         return min(self.steps, *((step // every + 1) * every for every in each if every))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Last step of a run, its checkpoint, and the losses measured last; None was never measured."""
 
     step: int

@@ -1,7 +1,5 @@
 """Wrong ways to time a training step, as published benchmarks did it, on the trainer's own step. None gives a speed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
