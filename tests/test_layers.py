@@ -1,11 +1,14 @@
-"""The order of the house: a folder imports only from itself and from those below it."""
+"""The order of the house: a folder imports only from itself and from those below it; what pages point to is there."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = ("", "data", "diffusion", "measure", "training", "explain", "questions", "reports", "cli")
@@ -64,3 +67,25 @@ def test_only_what_measures_imports_torch_as_it_is_loaded_and_only_what_explains
     code = "import sys, ddpm_lab.cli.measure, ddpm_lab.cli.report, ddpm_lab.cli.train; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", *EXPLAINING} & set(shown.stdout.split())
+
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's sections, as GitHub makes them."""
+    titles = re.findall(r"(?m)^#+ (.+)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, section = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not section or section in anchors(target), f"{page.name}: {link}"
