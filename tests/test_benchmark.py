@@ -67,7 +67,7 @@ def asked(experiment: Experiment) -> list[tuple[str, list[int]]]:
 @pytest.mark.usefixtures("four_cores")
 def test_what_is_measured_by_batches_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``auto`` by S003's thresholds: ten million parameters want several devices from batch 64 on."""
-    monkeypatch.setattr(experiments, "measured_here", lambda *_: make.study([], "multi_gpu"))
+    monkeypatch.setattr(experiments, "measured_here", lambda *_, **__: make.study([], "multi_gpu"))
     names = ["tiny, batch 16", "tiny, batch 32", "tiny, batch 16 per rank, weak scaling"]
     cases = {
         "--batch-sizes 16,32": [[(name, [1, 2]) for name in names]],

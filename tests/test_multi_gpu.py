@@ -143,7 +143,7 @@ def here(tmp_path: Path, ratio: float) -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call) -> None:
+def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert multi_gpu.strategy(output_dir=tmp_path).source == PRIOR
     here(tmp_path, 1.6)
     for parameters, network, source in ((44_332, "tiny", "measured"), (44_333, None, PRIOR)):
@@ -158,6 +158,9 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path, call: Call) -> None:
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
     other = call(*ask, "--device", "cpu", "--batch-size", 64)[1]
     assert f"--batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
+    monkeypatch.setattr(multi_gpu, "missing_to_explain", lambda: "scipy")
+    with pytest.raises(ConfigError, match="scipy"):
+        multi_gpu.strategy(output_dir=tmp_path)
 
 
 def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +174,3 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
         assert multi_gpu.most_ranks(device)[0] == most
     with pytest.raises(multi_gpu.NoRanksError, match="1 rank on 1 host"):
         multi_gpu.several_ranks("cpu")
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_weighing_needs_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_gpu, "missing_to_explain", lambda: "scipy")
-    with pytest.raises(ConfigError, match="scipy"):
-        multi_gpu.strategy(output_dir=tmp_path)

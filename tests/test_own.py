@@ -363,14 +363,12 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
             assert (config.work_name, config.data_sha256) == ("mine:make", WHOLE.sha256)
             assert (config.optimizer.clip_norm, config.channels_last) == (None, False)
         assert all("mine:make" in f.name for f in asked.families)
-
-
-def test_numbers_of_workers_are_shown_to_learn_the_same() -> None:
-    trials = ask("workers", setup(WHOLE)).trials
-    assert [t.config.loader_workers for t in trials] == [0, 2, 1]
-    assert {(t.config.workload, t.config.option("images", 0), t.config.option("draws", 1)) for t in trials} == {
-        (OWN, 20 * trials[0].config.global_batch_size, 0)
-    }
+    trials = [t.config for t in ask("workers", setup(WHOLE)).trials]  # which show that they learn the same
+    assert [c.loader_workers for c in trials] == [0, 2, 1]
+    images = 20 * trials[0].global_batch_size
+    assert {(c.workload, c.option("images", 0), c.option("draws", 1)) for c in trials} == {(OWN, images, 0)}
+    files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
+    assert files == ["03_amp", "03_amp_mine_make"]
 
 
 def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_faster_than_that() -> None:
@@ -384,11 +382,6 @@ def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_
     found = ask("search", setups.setup(gpus=1, images=setup(WHOLE).images, own=WHOLE)).space
     assert found is not None
     assert found.baseline.precision == "tf32"
-
-
-def test_its_figures_lie_beside_those_of_the_labs_trainer() -> None:
-    files = [answer(make.study([make.record(config)], "amp")).file for config in (RunConfig(), setup(WHOLE).config())]
-    assert files == ["03_amp", "03_amp_mine_make"]
 
 
 def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:

@@ -160,18 +160,12 @@ def studied(seeds: int = 8) -> Study:
     return replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES, seeds=seeds)))
 
 
-def test_too_few_seeds_are_no_verdict_and_none_no_measurement() -> None:
+def test_what_leads_is_faster_and_judged() -> None:
     few = answer(studied(3)).finding
     assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
     assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
-
-
-def test_what_is_faster_and_worse_does_not_lead() -> None:
     harmed = make.trials({"bf16": (BF16, 0.05), "batch 64": (LARGE, 0.0)})
     assert answer(replace(studied(), trials=tuple(harmed))).finding.headline.startswith("Batch 64 trains 1.3")
-
-
-def test_settings_of_the_same_speed_are_known_not_to_be_faster() -> None:
     quiet: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001, "experiment": "quality"}
     even = replace(make.study(make.sets({"bf16": (BF16, 1.0)}, **quiet)), trials=studied().trials)
     assert answer(even).finding.headline.endswith("none of them faster")

@@ -271,9 +271,14 @@ def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_pa
         ledger.append(make.on(here, later))
         experiments.recommendation(minutes=0, output_dir=tmp_path)
         assert tomllib.loads(file.read_text())["network"] == "seed"
+    before = file.read_text()
     for words, network in (((), "tiny"), (("--network", "seed"), "seed")):
-        code, out, _ = call("recommend", "--ledger", ledger.path, *words, "--json")
-        assert (code, " for seed: " in json.loads(out)["headline"]) == (0, network == "seed")
+        code, out, _ = call("recommend", "--ledger", ledger.path, "--output-dir", tmp_path, *words, "--json")
+        found = json.loads(out)
+        assert (code, " for seed: " in found["headline"]) == (0, network == "seed")
+    assert (found["verdict"], found["sets"]) == ("faster", 6)
+    assert found["low"] < found["ratio"] < found["high"]
+    assert file.read_text() == before, "records that are only read recommend nothing"
     smoke = planted.searched(replace(planted.SPACE, preset="smoke"), sets=3)
     assert "--preset" not in question.answer(study(smoke)).finding.way_out, "which would measure nothing more"
 
@@ -621,15 +626,6 @@ def test_changes_on_other_images_are_not_joined() -> None:
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_it_answers_from_records(call: Call, tmp_path: Path) -> None:
-    Ledger(tmp_path / "here.jsonl").append(planted.searched())
-    code, out, _ = call("recommend", "--ledger", tmp_path / "here.jsonl", "--output-dir", tmp_path, "--json")
-    found = json.loads(out)
-    assert (code, found["verdict"], found["sets"]) == (0, "faster", 6)
-    assert found["low"] < found["ratio"] < found["high"]
-    assert not (tmp_path / "recommended.toml").exists(), "records of another machine recommend nothing for this one"
 
 
 @pytest.mark.slow

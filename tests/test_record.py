@@ -178,13 +178,6 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
 
 
-def test_claims_stand_beside_what_other_questions_measured() -> None:
-    speeds = make.sets({"bf16": (BF16, 1.5)})
-    claims = make.sets({"bf16": (BF16, 1.4)}, experiment="claims")
-    shown = selection.study([*claims, *speeds], "claims")
-    assert (list(shown.records), list(shown.beside)) == (claims, speeds)
-
-
 def test_study_takes_the_latest_cohort() -> None:
     before, then, late = (
         make.environment(date=f"2026-{when}")
@@ -197,6 +190,11 @@ def test_study_takes_the_latest_cohort() -> None:
     found = selection.study([*new, *old, *other, note], "amp")
     assert (list(found.records), found.date) == (new, "2026-01-02")
     assert selection.study(old + new, "amp", cohort=old[0].cohort).records == tuple(old)
+    workers = make.sets({}, experiment="workers", plan=Plan(turns=7))
+    assert selection.study([*old, *new, *workers], "recommendation").records == (*new, *workers), "of each experiment"
+    claims = make.sets({"bf16": (BF16, 1.4)}, experiment="claims")
+    shown = selection.study([*claims, *new], "claims")
+    assert (list(shown.records), list(shown.beside)) == (claims, new)
 
 
 def test_a_smoke_run_hides_no_answer_of_the_same_code_and_images() -> None:
@@ -230,12 +228,6 @@ def test_run_ids_select_what_a_call_asked_for() -> None:
     found = selection.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
     assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16", "fp16"}
     assert selection.study(records, "amp", run_ids=[BF16.run_id]).records == ()
-
-
-def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:
-    records = make.sets({"bf16": (BF16, 1.5)}) + make.sets({}, experiment="workers", plan=Plan(turns=7))
-    old = make.sets({}, code_version="old", environment=make.environment(date="2020-01-01T00:00:00+00:00"))
-    assert selection.study(old + records, "recommendation").records == tuple(records)
 
 
 def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> None:

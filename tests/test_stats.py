@@ -9,11 +9,17 @@ from scipy import stats as scipy_stats
 from ddpm_lab.explain import stats
 
 
-def test_holm_by_hand() -> None:
+def test_holm_and_the_posterior_variance_by_hand() -> None:
     # Holm 1979: sorted 0.01, 0.02, 0.03, 0.6 times 4, 3, 2, 1 and made non-decreasing.
     found = stats.holm([0.03, 0.01, math.nan, 0.6, 0.02])
     assert found == pytest.approx([0.06, 0.04, math.nan, 0.6, 0.06], nan_ok=True)
     assert (stats.holm([0.9, 0.8]), stats.holm([])) == ([1.0, 1.0], [])
+    spread = stats.Spread(variance=4e-4, df=4.0)
+    assert stats.steadied(1e-4, 5, spread) == pytest.approx(((4 * 4e-4 + 5 * 1e-4) / 9, 4.0))
+    assert stats.steadied(1e-4, 5, None) == (1e-4, 0.0)
+    # F(0.95; 5, 4) is 6.26: a comparison that scatters more than that keeps its own variance.
+    assert stats.steadied(6.2 * 4e-4, 5, spread)[1] == 4.0
+    assert stats.steadied(6.3 * 4e-4, 5, spread) == pytest.approx((6.3 * 4e-4, 0.0))
 
 
 def test_one_set_has_a_ratio_and_no_interval_and_equal_ones_no_doubt() -> None:
@@ -43,15 +49,6 @@ def test_the_interval_of_a_quotient_covers_it(few: int, many: int, spread: float
         low, high = stats.quotient_interval((a.value, a.low, a.high), (b.value, b.low, b.high))
         hits.append(low <= 1500 <= high)
     assert 0.93 <= np.mean(hits) <= 0.985
-
-
-def test_the_posterior_variance_by_hand() -> None:
-    spread = stats.Spread(variance=4e-4, df=4.0)
-    assert stats.steadied(1e-4, 5, spread) == pytest.approx(((4 * 4e-4 + 5 * 1e-4) / 9, 4.0))
-    assert stats.steadied(1e-4, 5, None) == (1e-4, 0.0)
-    # F(0.95; 5, 4) is 6.26: a comparison that scatters more than that keeps its own variance.
-    assert stats.steadied(6.2 * 4e-4, 5, spread)[1] == 4.0
-    assert stats.steadied(6.3 * 4e-4, 5, spread) == pytest.approx((6.3 * 4e-4, 0.0))
 
 
 def test_an_estimate_equals_scipy_and_with_a_spread_has_the_degrees_of_freedom_of_both() -> None:
