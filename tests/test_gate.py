@@ -130,7 +130,7 @@ def test_a_revision_knows_settings_though_it_has_others_and_names_their_work_oth
     config.write_text(text.replace("= 1000", "= 900"))
     with pytest.raises(ConfigError, match="they name other work there"):
         gate._refuse_other_settings(RunConfig(), there, "main")
-    config.write_text(text.replace("    threads: Annotated", "    thread: Annotated"))
+    config.write_text(text.replace("    threads: Annotated", "    several_threads: Annotated"))  # another length
     with pytest.raises(ConfigError, match=r"the lab in main does not know these settings.*'threads'"):
         gate._refuse_other_settings(RunConfig(threads=2), there, "main")
 
