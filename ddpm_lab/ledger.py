@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Entries, parsed, reader
 from ddpm_lab.files import CHECKOUT, lock, writing
 from ddpm_lab.output import printable
@@ -48,6 +49,7 @@ class Head(NamedTuple):
     date: str
     network: str
     device: str
+    image_size: int
 
 
 Select = Callable[[Sequence[Head]], Iterable[Head]]
@@ -145,6 +147,9 @@ _OF_HEAD = Entries(
 )
 
 
+_USUAL = {f.name: f.default for f in fields(RunConfig)}
+
+
 def _head(path: Path, number: int, text: bytes) -> Head:
     check_schema(values := parsed(text))
     where = _OF_HEAD.read(values, "")["environment"]
@@ -152,7 +157,7 @@ def _head(path: Path, number: int, text: bytes) -> Head:
     machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)
     cohort = (machine.key, values["code_version"], str(values["config"].get("data_sha256")), plan.key)
-    of = [str(values["config"].get(name)) for name in ("network", "device")]
+    of = [values["config"].get(name, _USUAL[name]) for name in ("network", "device", "image_size")]
     return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date), *of)
 
 

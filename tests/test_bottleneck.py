@@ -82,7 +82,7 @@ def test_what_is_wrong_has_its_cure_among_the_changes() -> None:
     assert old["fused Adam"].optimizer == OptimizerConfig()
     assert (compiled["eager"].compile, fused["compiled"].kernels, gpu["2 ranks"].world_size) == ("off", "aten", 2)
     assert list(plain)[-1] == "compiled", "it is left out first where time is short"
-    assert gpu["compiled, CUDA graphs"].compile_mode == "reduce-overhead"
+    assert gpu["compiled with CUDA graphs"].compile_mode == "reduce-overhead"
     compiled_there = replace(CONFIGS[5], compile="whole", precision="bf16")
     assert changes(compiled_there, usable_cores=2, most_ranks=2)["CUDA graphs"].compile == "whole"
     assert files.keys() >= {"packed data", "0 loader workers"}

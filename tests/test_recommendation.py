@@ -562,6 +562,17 @@ def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
     assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
 
 
+def test_ones_own_trials_on_other_images_count_before_published_ones(tmp_path: Path) -> None:
+    """Which call bf16 not worse for this network and batch."""
+    mine = replace(PLAIN, data_sha256="b" * 64)
+    learned = make.trials({"bf16": (replace(mine, precision="bf16"), 0.08)}, baseline=mine, images=60_000)
+    learned = [replace(r, data_name="50,000 images from me/faces") for r in learned]
+    assert answered(tmp_path / "published", bf16(1.3)).startswith("Use bf16")
+    assert "costs quality" in answered(tmp_path, bf16(1.3), learned)
+    synthetic = [replace(r, data_name="500 synthetic images") for r in learned]
+    assert answered(tmp_path / "synthetic", bf16(1.3), synthetic).startswith("Use bf16")
+
+
 def test_another_network_on_other_images_hides_no_answer(tmp_path: Path) -> None:
     seed = replace(PLAIN, network="seed")
     days = [bf16(1.5, seed, family="seed, batch 8"), bf16(0.8, replace(PLAIN, data_sha256="b" * 64), seed=1)]
@@ -574,8 +585,8 @@ def test_another_size_is_another_training(tmp_path: Path) -> None:
     large = replace(PLAIN, image_size=64, data_sha256="b" * 64)
     usual = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]
     faster = two_ranks(1.5, large, family="tiny, batch 8, 64x64 pixels", seed=2)
-    assert "nothing measured here is faster" in answered(tmp_path, *usual, faster)
-    assert " at 64x64; quality" in answered(tmp_path / "large", faster)
+    assert "nothing measured here is faster" in answered(tmp_path, faster, *usual)
+    assert " at 64x64; quality" in answered(tmp_path / "large", *usual, faster), "the latest, and it says so"
 
 
 def test_of_several_batches_the_one_that_gains_is_named(tmp_path: Path) -> None:

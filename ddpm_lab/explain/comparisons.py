@@ -145,7 +145,7 @@ def comparisons(study: Study) -> tuple[Comparison, ...]:
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         compared = [c for family in _by_baseline(list(group)) for c in _compare_family(family, study.resolution)]
         found += _with_verdicts(compared, study.looks)
-    trials = quality.Trials(study.trials, study.published_trials)
+    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
     bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
     return tuple(
         replace(c, equivalence=trials.verdict(bases[c.experiment, c.baseline_id], c.config, c.code_version))

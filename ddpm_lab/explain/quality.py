@@ -5,7 +5,7 @@ what a seed is worth to both drops out of the difference.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,23 +257,21 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
 
 
 class Trials:
-    """The trials that speak for a study's configurations: those of its machine, and published ones.
+    """The trials that speak for a study's configurations: those of its machine, on its images or ``others``; published.
 
-    Quality belongs to the mathematics and not to the machine: a published verdict, on real images, serves where
-    ``work_of`` agrees ``anywhere``, whatever the machine, the images and the version of the code.
+    Quality belongs to the mathematics and not to the machine: a verdict on other images, which are real, serves where
+    ``work_of`` agrees ``anywhere``, whatever the machine and the version of the code; one's own before a published one.
     """
 
-    def __init__(self, records: Sequence[RunRecord], published: Sequence[RunRecord] = ()) -> None:
+    def __init__(
+        self, records: Sequence[RunRecord], published: Sequence[RunRecord] = (), others: Sequence[RunRecord] = ()
+    ) -> None:
         self._exact: dict[str, list[RunRecord]] = {}
         self._by_work: dict[str, list[RunRecord]] = {}
-        self._published: dict[tuple[str, str, str], dict[str, list[RunRecord]]] = {}
         for r in records:
             self._exact.setdefault(work_of(r.config), []).append(r)
             self._by_work.setdefault(work_of(r.config, loosely=True), []).append(r)
-        for r in published:
-            if final_loss(r) is not None and "synthetic" not in r.data_name:
-                known = self._published.setdefault(r.cohort[:3], {})  # compared with those of its machine and code
-                known.setdefault(work_of(r.config, anywhere=True), []).append(r)
+        self._own, self._published = _on_real_images((*records, *others)), _on_real_images(published)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
         """The verdict on a configuration, from trials of the very code that ``code_version`` names, or published ones.
@@ -294,20 +292,36 @@ class Trials:
             return replace(_SAME, reason="the same arithmetic") if alike and found.verdict == NOT_MEASURED else found
         if found.verdict in DECIDED:
             return found
-        published = self._elsewhere(baseline, candidate)
-        return published if published.verdict in DECIDED or found.verdict == NOT_MEASURED else found
+        others = {key: group for key, group in self._own.items() if key[2] != baseline.data_sha256}
+        own = replace(_elsewhere(others, baseline, candidate), published="")
+        for elsewhere in (own, _elsewhere(self._published, baseline, candidate)):
+            if found.verdict not in DECIDED and (elsewhere.verdict in DECIDED or found.verdict == NOT_MEASURED):
+                found = elsewhere
+        return found
 
-    def _elsewhere(self, baseline: RunConfig, candidate: RunConfig) -> Equivalence:
-        """The verdict of published trials: a decided one, of these the longest, of equals the latest."""
-        base, ours = work_of(baseline, anywhere=True), work_of(candidate, anywhere=True)
-        found = []
-        for known in self._published.values():
-            judged = compare(known.get(base, ()), known.get(ours, ()))
-            if judged.verdict != NOT_MEASURED:
-                day = max(r.date[:10] for r in known[ours])
-                found.append(replace(judged, published=day, pairs=()))
-        best = max(found, key=lambda f: (f.verdict in DECIDED, f.images, f.published), default=None)
-        return best or _UNKNOWN
+
+_Groups = Mapping[tuple[str, str, str], Mapping[str, Sequence[RunRecord]]]
+
+
+def _on_real_images(trials: Iterable[RunRecord]) -> _Groups:
+    """Trials by what was trained, in a group for each machine, code and images: only such are compared."""
+    groups: dict[tuple[str, str, str], dict[str, list[RunRecord]]] = {}
+    for r in trials:
+        if final_loss(r) is not None and "synthetic" not in r.data_name:
+            known = groups.setdefault(r.cohort[:3], {})
+            known.setdefault(work_of(r.config, anywhere=True), []).append(r)
+    return groups
+
+
+def _elsewhere(groups: _Groups, baseline: RunConfig, candidate: RunConfig) -> Equivalence:
+    """The verdict of trials on other images: a decided one, of these the longest, of equals the latest."""
+    base, ours = work_of(baseline, anywhere=True), work_of(candidate, anywhere=True)
+    found = []
+    for known in groups.values():
+        judged = compare(known.get(base, ()), known.get(ours, ()))
+        if judged.verdict != NOT_MEASURED:
+            found.append(replace(judged, published=max(r.date[:10] for r in known[ours]), pairs=()))
+    return max(found, key=lambda f: (f.verdict in DECIDED, f.images, f.published), default=_UNKNOWN)
 
 
 def speaks_for(record: RunRecord, code_version: str) -> bool:

@@ -28,7 +28,8 @@ class Study:
     ``measured_sets`` counts the sets measured by the call that made the study (0: all came from the ledger).
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
-    machine and data, ``published_trials`` those of any machine that came with the checkout. ``bands`` name its
+    machine and data, ``other_trials`` those on other images, ``published_trials`` those of any machine that came with
+    the checkout. ``bands`` name its
     efficiencies. ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
     ``looks`` are the answers to any question that this machine has shown: they say how much its sets scatter.
     """
@@ -40,6 +41,7 @@ class Study:
     resolution: float = 0.03
     published: bool = False
     trials: tuple[RunRecord, ...] = ()
+    other_trials: tuple[RunRecord, ...] = ()
     published_trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
     beside: tuple[RunRecord, ...] = ()
@@ -78,14 +80,16 @@ def study(
     from several.
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
-    others = [r for r in told if r.role not in (TRIAL, LOOK)]
+    others, trials = ([r for r in told if (r.role == TRIAL) is tried and r.role != LOOK] for tried in (False, True))
+    data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in others if r.experiment == experiment or not beside]
     return Study(
         experiment=experiment,
         records=tuple(found if run_ids is None else _asked(found, set(run_ids))),
         output_dir=Path(output_dir),
-        trials=tuple(r for r in told if r.role == TRIAL),
+        trials=tuple(r for r in trials if r.cohort[2] in data),
+        other_trials=tuple(r for r in trials if r.cohort[2] not in data),
         beside=tuple(beside),
         looks=tuple(r for r in told if r.role == LOOK),
     )
@@ -140,23 +144,19 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
     if experiment in BESIDE_OTHERS:
         others = _by_experiment([r for r in found if r.experiment != experiment])
         shown = shown + [r for group in others for r in _one_cohort(group)]
-    data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
-    for images in sorted(data):
+    for images in sorted({r.cohort[2] for r in trials}):
         for group in _by_experiment([r for r in trials if r.cohort[2] == images]):
             latest = max(group, key=lambda r: moment(r.date)).cohort[:3]  # a trial has no turns, and no plan of a set
             shown = shown + [r for r in group if r.cohort[:3] == latest]
     return shown + looks
 
 
-def about(
-    heads: Sequence[Head], *, network: str | None = None, device: str | None = None, data: str | None = None
-) -> list[Head]:
-    """Heads of records of a network, device and hash of the data, where these are given; of all trials and looks."""
-    wanted = (network, device, data)
+def about(heads: Sequence[Head], **of: str | int | None) -> list[Head]:
+    """Heads of records ``of`` a network, device, image size or data, where these are given; of all trials and looks."""
 
     def fits(head: Head) -> bool:
-        told = (head.network, head.device, head.cohort[2])
-        return all(asked in (None, value) for asked, value in zip(wanted, told, strict=True))
+        told = {"network": head.network, "device": head.device, "image_size": head.image_size, "data": head.cohort[2]}
+        return all(value in (None, told[name]) for name, value in of.items())
 
     return [h for h in heads if h.role in (TRIAL, LOOK) or fits(h)]
 
@@ -185,8 +185,8 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None = None) -> list[T]:
     if not records:
         return []
     if cohort is None:
-        # A note alone does not say which measurements are the latest.
-        measured = [r for r in records if r.role != "note"] or records
+        # A note, or what a search is about to try, does not say which measurements are the latest.
+        measured = [r for r in records if r.role not in ("note", "space")] or records
         last = max(measured, key=lambda r: moment(r.date))
         more = [r for r in measured if r.cohort[:3] == last.cohort[:3] and r.cohort[3] != SMOKE]
         cohort = max(more or [last], key=lambda r: moment(r.date)).cohort

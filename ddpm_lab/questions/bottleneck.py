@@ -138,7 +138,7 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         (not alone, "1 rank", {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}),
         (alone, f"{ranks} ranks", {"world_size": ranks}),
         (cuda and alone and config.compile == "whole", "CUDA graphs", graphs),
-        (cuda and alone and eager, "compiled, CUDA graphs", {"compile": "whole", "kernels": "aten", **graphs}),
+        (cuda and alone and eager, "compiled with CUDA graphs", {"compile": "whole", "kernels": "aten", **graphs}),
         (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
     ]
     return _others(config, {name: change for able, name, change in rows if able})
@@ -222,7 +222,7 @@ def advice(study: Study) -> tuple[Change, ...]:
 def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Change:
     """What is known of a change; without a ``name`` it has no command of its own."""
     changed = other.differences(about.config)
-    trials = quality.Trials(study.trials, study.published_trials)
+    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
     judged = trials.verdict(about.config, other, about.profile.code_version)
     if row is None:
         mine = ("note", name, about.config.run_id)

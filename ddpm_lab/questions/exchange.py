@@ -48,21 +48,22 @@ def exchange(
     asked = setup.world_sizes(world_sizes, [n for n in usual if n > 1])
     if world_sizes is not None and 1 in asked:
         raise ConfigError("world_sizes has 1, and one rank exchanges nothing: give 2 or more")
+    format_ = f", {precision}" * (precision != "fp32")
     able = [label for label, changes in _SETTINGS.items() if setup.device == "cuda" or "nccl" not in changes]
     families, left_out = [], []
     for ranks in asked:
         batch = setup.batch_size(global_batch_size, ranks)
         base = setup.config(global_batch_size=batch, world_size=ranks, precision=precision)
         settings = able[: 2 if setup.preset == "smoke" else None]
-        families.append(_family(setup.family_name(batch, ranks), base, settings, primary="bf16 hook"))
+        families.append(_family(f"{setup.family_name(batch, ranks)}{format_}", base, settings, primary="bf16 hook"))
         if setup.preset != "smoke":
             # The same micro-batches, two to a step: half as many exchanges for equal images.
             twice = replace(base, global_batch_size=2 * batch, accumulation=2)
-            name = f"{setup.family_name(2 * batch, ranks)}, one exchange in 2 micro-batches"
+            name = f"{setup.family_name(2 * batch, ranks)}{format_}, one exchange in 2 micro-batches"
             families.append(_family(name, twice, [NO_EXCHANGE]))
     if not families:
         batch = setup.batch_size(global_batch_size)
-        base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1)
+        base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1) + format_
         families.append(_family(name, base, (), setup.ranks_label(1), mechanism=True))
         left_out.append((name, setup.ranks_label(2), setup.why_alone))
     return Experiment(name="exchange", families=tuple(families), left_out=tuple(left_out))
@@ -71,7 +72,6 @@ def exchange(
 def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BASELINE, **values: Any) -> Family:
     """Ranks as by default, and each of the ``settings`` alone."""
     changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings)
-    name += f", {base.precision}" * (base.precision != "fp32")
     return Family(name=name, baseline=base, baseline_label=label, candidates=changed, **values)
 
 

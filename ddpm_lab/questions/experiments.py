@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,18 +80,19 @@ def run(
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
         shown = _stored(name, output_folder(output_dir), ledger, machine, workload=settings.get("workload"))
-        _tell_idle(settings, "preset", "workload", how="without ledger and machine they are measured")
+        _tell_idle(name, settings, "preset", "workload", how="without ledger and machine they are measured")
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
         shown = _published(name, output_folder(output_dir))
-        _tell_idle(settings, "preset", how="published = False measures with them")
+        _tell_idle(name, settings, "preset", how="published = False measures with them")
     else:
         shown = study_of(measure(name, output_dir=output_dir, **settings))
     return answer(dataclasses.replace(shown, bands=table))
 
 
-def _tell_idle(settings: Mapping[str, Any], *used: str, how: str) -> None:
+def _tell_idle(name: str, settings: Mapping[str, Any], *used: str, how: str) -> None:
     """Print a note of settings that change nothing where records are shown that exist, and ``how`` they would."""
-    usual = {f.name: f.default for f in dataclasses.fields(Settings)}
+    asks = signature(every_question()[name].ask).parameters.values()
+    usual = {p.name: p.default for p in (*signature(Settings).parameters.values(), *asks)}
     idle = [n for n, value in settings.items() if n not in used and value is not None and value != usual.get(n)]
     if idle:
         say(f"note: no effect on records that exist: {', '.join(idle)}; {how}")
@@ -208,7 +210,7 @@ def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
 
 
 def _stored(
-    name: str, output: Path, ledger: Files | None, machine: str | None, *, workload: str | None = None, **of: str | None
+    name: str, output: Path, ledger: Files | None, machine: str | None, *, workload: str | None = None, **of: Any
 ) -> Study:
     """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's.
 
@@ -220,13 +222,12 @@ def _stored(
         if machine is not None and heads:
             key = machine_key(heads, machine)
             heads = [h for h in heads if h.machine.key == key]
-        heads = about(heads, **of)
-        whole = name == RECOMMENDATION
-        asked = [h for h in heads if h.experiment == name or (whole and h.experiment not in OTHER_WORK)]
+        other = () if name != RECOMMENDATION else ("profile", "all_reduce", *OTHER_WORK)
+        asked = [h for h in heads if h.experiment == name or (other and h.experiment not in other)]
         found = of_training(heads, workload)
-        if workload is None and asked and not any(h in asked for h in found):
-            return [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
-        return found
+        if workload is None and of.get("network") is None and asked and not any(h in asked for h in found):
+            found = [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
+        return about(found, **of)
 
     return read_study(files, name, output, machine=machine, among=mine)
 
@@ -381,11 +382,12 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     """Return the cells that may win, by the trials in the ledger and published ones; without SciPy nothing is known."""
     if missing_to_explain():
         return search.admissible(space, lambda _: "")
-    mine = (campaign.machine_key, space.baseline.data_sha256)
     records, _ = campaign.ledger.read(
-        lambda heads: [h for h in heads if h.role == "quality" and (h.machine.key, h.cohort[2]) == mine]
+        lambda heads: [h for h in heads if (h.role, h.machine.key) == (TRIAL, campaign.machine_key)]
     )
-    trials, code = quality.Trials(records, published_trials()), campaign.instrument.code.key
+    here = [r.config.data_sha256 == space.baseline.data_sha256 for r in records]
+    mine, others = ([r for r, its in zip(records, here, strict=True) if its is same] for same in (True, False))
+    trials, code = quality.Trials(mine, published_trials(), others), campaign.instrument.code.key
     return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 

@@ -67,7 +67,8 @@ def lost_scaling(
     ]
     if one.device == "cpu":
         rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(setup.usable_cores))))
-    name, base = f"{setup.family_name(-negative, most)}{plan.LOST}", replace(one, **still)
+    format_ = f", {one.precision}" * (one.precision != setup.plain_precision)
+    name, base = f"{setup.family_name(-negative, most)}{format_}{plan.LOST}", replace(one, **still)
     return Family(name=name, baseline=base, baseline_label=plan.ONE_OFF, candidates=tuple(rows), together=True)
 
 

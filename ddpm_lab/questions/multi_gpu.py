@@ -385,7 +385,7 @@ def strategy(
     else:
         whole("parameters", parameters, 1)
         network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
-    measured = experiments.measured_here("multi_gpu", output_dir, network=network, device=device)
+    measured = experiments.measured_here("multi_gpu", output_dir, network=network, device=device, image_size=32)
     return decide(measured, network=network, parameters=parameters, batch=batch, device=device)
 
 

@@ -177,12 +177,11 @@ def all_cores_first(rows: Iterable[Comparison]) -> list[Comparison]:
 def _shown(study: Study) -> tuple[str, str, int] | None:
     """Return the one network, or training of the user's, device and size that an answer is about; None without a gain.
 
-    A GPU's go first, then what a report measures by default, then the latest.
+    A GPU's go first, then the network that a report measures by default, then the latest.
     """
     works = {_work(c.baseline) for c in _every(study)} | {_work(r.config) for r in _spaces(study)}
     last = {work: max(moment(r.date) for r in study.records if _work(r.config) == work) for work in works}
-    usual = {w: (w[1] == "cuda", w[0] == usual_network(w[1]), w[2] == USUAL_SIZE, last[w]) for w in works}
-    return max(works, key=usual.__getitem__, default=None)
+    return max(works, key=lambda w: (w[1] == "cuda", w[0] == usual_network(w[1]), last[w]), default=None)
 
 
 def _spaces(study: Study) -> list[RunRecord]:
@@ -246,7 +245,7 @@ def combination(study: Study) -> Family | None:
 
 def together(study: Study) -> list[Comparison]:
     """Return the combinations that were measured of the same network and device, the latest first."""
-    every = [c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets]
+    every = all_cores_first(c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets)
     return [c for c in every[::-1] if _work(c.baseline) == _shown(study)]
 
 
@@ -278,6 +277,11 @@ def _fastest(study: Study, good: Sequence[Comparison]) -> tuple[Comparison, list
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
+    several = len({c.baseline.global_batch_size for c in rows}) > 1
+
+    def where(c: Comparison) -> str:
+        return _for(c.baseline) + f" at batch {c.baseline.global_batch_size}" * several
+
     able = [c for c in comparisons(study) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
     if not rows and any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
         last = _last_space(study)
@@ -290,13 +294,12 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
         judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        sizes = {c.baseline.global_batch_size for c in rows}
-        where = _for(best.baseline) + f" at batch {best.baseline.global_batch_size}" * (len(sizes) > 1)
-        headline = f"Use {best.label}{where}: {gain}{findings.with_cores(best)}, quality {judged}"
+        headline = f"Use {best.label}{where(best)}: {gain}{findings.with_cores(best)}, quality {judged}"
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
-        headline = f"{findings.difference(best)}{_for(best.baseline)}; quality {best.quality}"
+        told = findings.difference(best)
+        headline = f"{told}{_for(best.baseline) if ' at batch ' in told else where(best)}; quality {best.quality}"
         return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
@@ -423,7 +426,8 @@ def recommendation(study: Study) -> Recommendation | None:
     if not (base and twin) or space.cells.get(space.start) != space.baseline:
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
-    found, trials = observations(searched, last.baseline_id), quality.Trials(study.trials, study.published_trials)
+    found = observations(searched, last.baseline_id)
+    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
     unchanged = replace(base[0], equivalence=quality.Equivalence(verdict=quality.IDENTICAL))
     baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
     steps = _steps(fresh, space, baseline, rows, trials)

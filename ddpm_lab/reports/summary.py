@@ -29,6 +29,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, expanded, lock, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.output import say
+from ddpm_lab.plan import scaling
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.record import Amount, Count, RunRecord, crowded_sets
 from ddpm_lab.training.run_folder import name_of, trained
@@ -147,8 +148,8 @@ def of_study(study: Study, source: str) -> list[Summary]:
 
 
 def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
-    kind = (row.run_id, row.role, row.baseline_id)
-    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id) == kind]
+    kind = (row.run_id, row.role, row.baseline_id, scaling(row.family))  # a family may be called otherwise by now
+    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, scaling(r.family)) == kind]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
     told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
