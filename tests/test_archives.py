@@ -183,8 +183,10 @@ def test_a_pickle_runs_nothing_and_holds_whole_rows_of_bytes(tmp_path: Path) -> 
     payloads = [Payload(os.system, f"touch {trace}"), Payload(eval, f"open({str(trace)!r}, 'w')")]
     for payload, protocol in itertools.product([*payloads, Payload(getattr, "text", "upper")], (0, 2, 4)):
         content = pickle.dumps({b"data": payload, b"labels": []}, protocol=protocol)
-        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "damaged or incomplete")
+        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "its pickle")
     assert not trace.exists()
+    memo = b"\x80\x02]r\xff\xff\xff\xff."  # LONG_BINPUT: store an empty list under number 2**32 - 1
+    refused(make_tar(source, {"data_batch_1": memo}), tmp_path / "out", "fill the memory")
     fortran = np.asfortranarray(np.zeros((2, 3072), np.uint8))
     for value in (np.zeros((2, 3071), np.uint8), np.zeros((2, 3072), np.float32), fortran, None):
         make_tar(source, {"data_batch_1": pickle.dumps({b"data": value}, protocol=4)})

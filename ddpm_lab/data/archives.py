@@ -1,17 +1,20 @@
 """Archives of images as they are published: Kaggle's ``train.7z`` and ``cifar-10-python.tar.gz``.
 
 An archive is data from a stranger. Member names never choose a path outside the destination, limits on size and
-number are checked before and while unpacking, and pickles are searched for their pixels and never unpickled.
+number are checked before and while unpacking, and pickles are read by an unpickler that can build nothing but plain
+values and byte arrays.
 """
 
 import gzip
 import inspect
 import io
+import pickle
 import pickletools
 import re
 import shutil
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +30,8 @@ MAX_TOTAL_BYTES = 16 * 2**30
 MAX_TAR_BYTES, MAX_TAR_MEMBERS = 512 * 2**20, 1_000  # cifar-10-python.tar.gz holds 186 MB in 9 members
 CIFAR_SIDE = 32
 _BATCH = re.compile(r"(?:data_batch_[0-9]+|test_batch)")
+_MULTIARRAY = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
+_OF_ARRAYS = {*_MULTIARRAY, "numpy.ndarray", "numpy.dtype"}
 
 
 def is_archive(path: Path) -> bool:
@@ -48,14 +53,23 @@ def extract(source: Path, dest: Path, *, progress: Progress | None = None) -> Pa
     if not is_archive(source):
         raise DataError(f"{source} is not an archive of a known kind ({', '.join(ARCHIVE_SUFFIXES)})")
     dest.mkdir(parents=True, exist_ok=True)
-    try:
+    with _damage_named(source, dest):
         if source.name.lower().endswith(".7z"):
             _extract_7z(source, dest, progress)
             return dest
         _extract_cifar(source, dest, progress)
         return dest / "train"
+
+
+@contextmanager
+def _damage_named(source: Path, dest: Path) -> Iterator[None]:
+    """Turn whatever a damaged or hostile archive makes its readers raise into one sentence."""
+    try:
+        yield
     except (DataError, MemoryError, ImportError):
         raise
+    except RefusedPickleError as error:
+        raise DataError(f"{source} is refused: its pickle {error}; use an archive from a source you trust") from error
     except Exception as error:  # as many kinds as there are libraries and checks
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot unpack {source} into {dest}: {error.strerror}") from error
@@ -147,19 +161,71 @@ def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
             yield name, file.read()
 
 
-def _batch_pixels(content: bytes) -> npt.NDArray[np.uint8]:
-    """Images of one pickled batch, uint8 (n, 32, 32, 3); it stores each as 3 planes of 32 rows of 32 pixels.
+_PLAIN = ("UNICODE", "STRING", "BYTES", "GLOBAL")
+"""Parts of names of opcodes that make what may be used again."""
 
-    The bytes of its array are found among the opcodes: nothing is unpickled, so nothing in it can run.
+
+def refuse_tricks(content: bytes, *without: str) -> None:
+    """Raise RefusedPickleError for a pickle that would take memory or time out of all proportion to its size.
+
+    ``without`` are opcodes that its kind of file has no use for.
     """
-    pixels, unsigned, before = b"", False, ""
+    plain, last = dict[int, bool](), ""  # of what is numbered, whether it is text, bytes or a name
     for opcode, argument, _ in pickletools.genops(content):
-        unsigned = unsigned or argument in ("u1", b"u1")
-        # An array says before its bytes that its order is not Fortran's.
-        if before == "NEWFALSE" and isinstance(argument, str | bytes) and len(argument) > len(pixels):
-            pixels = argument.encode("latin-1") if isinstance(argument, str) else argument
-        before = opcode.name
-    if not (unsigned and pixels) or len(pixels) % (3 * CIFAR_SIDE**2):
-        raise ValueError("a batch has no array of uint8 in whole rows of 3072 bytes")
-    planes = np.frombuffer(pixels, np.uint8).reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE)
+        name = opcode.name
+        if name == "MEMOIZE" or name.endswith("PUT"):
+            # The memo is an array as long as the largest number asks for: one opcode could fill the memory.
+            if isinstance(argument, int) and argument > len(content):
+                raise RefusedPickleError(f"numbers an object {argument:,}, a trick to fill the memory")
+            number = argument if isinstance(argument, int) else len(plain)
+            plain[number] = any(part in last for part in _PLAIN)
+        # A tuple's hash is computed from its parts' each time: one in another, twice, and so on, doubles each time.
+        elif name == "DUP" or (name.endswith("GET") and not plain.get(int(argument or 0), False)):
+            raise RefusedPickleError("uses an object twice, a trick to take for ever")
+        elif name in without:
+            raise RefusedPickleError("changes objects, for which it has no use")
+        last = name
+
+
+def _batch_pixels(content: bytes) -> npt.NDArray[np.uint8]:
+    """Images of one pickled batch, uint8 (n, 32, 32, 3); it stores each as 3 planes of 32 rows of 32 pixels."""
+    refuse_tricks(content)
+    batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
+    if not isinstance(data, _Array):
+        raise ValueError("a batch has no array named data")
+    planes = data.pixels().reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+
+
+class RefusedPickleError(Exception):
+    """A pickle that asks for more than a batch needs."""
+
+
+class _Array:
+    """What a pickled array, or its number format, leaves behind; no code of arrays runs while unpickling."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: Any = ()
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        _version, (rows, columns), dtype, fortran_order, content = self.state
+        if not isinstance(dtype, _Array) or dtype.arguments[:1] not in (("u1",), (b"u1",)) or fortran_order:
+            raise ValueError("the data of a batch is not a uint8 array")
+        whole = type(rows) is int and columns == 3 * CIFAR_SIDE**2
+        if not whole or not isinstance(content, bytes) or len(content) != rows * columns:
+            raise ValueError("the data of a batch is not whole rows of 3072 bytes")
+        return np.frombuffer(content, np.uint8)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads dictionaries, lists, numbers, text, bytes and arrays; a name of anything else is refused, not imported."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" in _OF_ARRAYS:
+            return _Array
+        raise RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")

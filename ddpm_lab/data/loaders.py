@@ -89,7 +89,10 @@ class PixelRows:
 
     def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> torch.Tensor:
         """The rows of the images ``indices``, mirrored where ``flips``. Raises IndexError for no such image."""
-        found = torch.from_numpy(self._row_of[indices] + self._count * flips)
+        rows = self._row_of[indices]
+        if min(indices.min(), rows.min()) < 0:
+            raise IndexError("an image that is not in this set is asked for: use the plan of this set")
+        found = torch.from_numpy(rows + self._count * flips)
         # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
 

@@ -70,7 +70,7 @@ class Process(NamedTuple):
     def use_interface(self) -> None:
         """Have ranks exchange gradients over the user's GLOO_SOCKET_IFNAME, or what leads to torchrun's store.
 
-        Raises ConfigError where that is not there, or is the loopback of one of several hosts.
+        Raises ConfigError where the store cannot be reached, or at the loopback of one of several hosts.
         """
         address, interface = self.store.address, os.environ.get("GLOO_SOCKET_IFNAME")
         if interface is None:
@@ -433,4 +433,5 @@ class _Held(LocalRank):
     def end(self) -> None:
         self.kill()
         self.close()
-        self._private.cleanup()
+        with contextlib.suppress(OSError):  # what others own in it stays
+            self._private.cleanup()

@@ -24,6 +24,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Awake, GroupFailed, Limits
+from ddpm_lab.measure.others import folded
 from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
 
 HOOK = Path(__file__).with_name("hook.py")
@@ -151,7 +152,7 @@ class CommandGroup:
         start = min(report["start"] for report in reports)
         ends = zip(*([r["start"] + end for end in r["step_ends"]] for r in reports), strict=True)
         skipped = max(report["skipped"] for report in reports)
-        memory = {kind: max(r["memory"][kind] for r in reports) for kind in reports[0]["memory"]}
+        memory = {kind: folded(max, [r["memory"][kind] for r in reports]) for kind in reports[0]["memory"]}
         told: dict[str, Any] = {"host": host_id(), "start": start, "end": max(report["end"] for report in reports)}
         told |= {"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps}
         told |= {"state": {"skipped_steps": float(skipped)} if skipped else {}}
@@ -227,4 +228,5 @@ class CommandGroup:
         for peer in (*self._peers, *self._strangers):
             peer.link.close()
         self._listener.close()
-        self._private.cleanup()
+        with contextlib.suppress(OSError):  # what others own in it stays
+            self._private.cleanup()

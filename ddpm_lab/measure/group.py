@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -184,7 +184,8 @@ class Group(AbstractContextManager["Group"]):
         for rank in self._ranks:
             rank.close()
         self._ranks = []
-        self._private.cleanup()
+        with suppress(OSError):  # what others own in it stays
+            self._private.cleanup()
 
     def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
         """Give every rank a command, and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""

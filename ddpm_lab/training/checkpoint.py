@@ -1,25 +1,27 @@
 """Checkpoints: all that training needs to go on, in a file that is whole or absent, and that can run nothing.
 
-A file holds a JSON text, tensors, and a hash over both, as ``torch.save`` writes them. It is read by ``torch.load``
-with weights only and mapped into memory, so that what it claims takes none before it has been checked.
+A file holds a JSON text, tensors, and a hash over both, as ``torch.save`` writes them. It is read by a reader that
+knows no name of any code; no tensor is made before its name, shape, number format and size in the file are checked.
 """
 
+import errno
 import hashlib
 import io
 import json
 import math
-import pickletools
+import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.data.archives import RefusedPickleError, refuse_tricks
 from ddpm_lab.declared import parsed
 from ddpm_lab.diffusion.unet import UNet, build_network
 from ddpm_lab.files import replace
@@ -30,10 +32,10 @@ SECTIONS = ("weights", "averages", "first_moments", "second_moments")
 NOT_KEPT = ("purpose", "workload", "data", "options")
 """Settings that say where and for what a run runs: a file must not be able to name code or paths."""
 SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-NAMES = ("torch._utils _rebuild_tensor_v2", "torch FloatStorage", "collections OrderedDict")
-"""What the pickle of a checkpoint asks for."""
 
 Tensors = dict[str, Tensor]
+Records = Callable[[str], IO[bytes]]
+"""Opens what a file holds of a tensor, by its key."""
 
 
 class CheckpointError(LabError):
@@ -94,12 +96,15 @@ def read(path: Path) -> Checkpoint:
         with zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
-            (pickled,) = (name for name in file.namelist() if name.endswith("data.pkl"))
-            _refuse_tricks(file.read(pickled))
-        return _checked(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+            folder = file.namelist()[0].partition("/")[0]
+            pickled = file.read(f"{folder}/data.pkl")
+            refuse_tricks(pickled, "BUILD")
+            return _checked(_Reader(io.BytesIO(pickled)).load(), lambda key: file.open(f"{folder}/data/{key}"))
     except OSError as error:
+        if error.errno == errno.EINVAL:  # as of a damaged directory that points before the file
+            raise CheckpointError(f"{path} is not used: it is damaged") from None
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except CheckpointError as error:
+    except (CheckpointError, RefusedPickleError) as error:
         raise CheckpointError(f"{path} is not used: {error}") from error
     except MemoryError:
         raise
@@ -107,21 +112,34 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not used: it is damaged, or no checkpoint of ddpm_lab") from error
 
 
-def _refuse_tricks(content: bytes) -> None:
-    """Raise CheckpointError for a pickle that asks for code, or would take time out of all proportion to its size."""
-    plain, last = dict[int, bool](), ""  # of what is numbered, whether it is text, bytes or a name
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name.endswith("PUT"):
-            plain[int(argument or 0)] = any(kind in last for kind in ("UNICODE", "STRING", "BYTES", "GLOBAL"))
-        # A tuple's hash is computed from its parts' each time: one in another, twice, and so on, doubles each time.
-        elif opcode.name.endswith("GET") and not plain.get(int(argument or 0)):
-            raise CheckpointError("it uses an object twice, a trick to take for ever")
-        elif opcode.name == "GLOBAL" and argument not in NAMES:
-            raise CheckpointError(f"it asks for {str(argument).replace(' ', '.')}, which no checkpoint needs")
-        last = opcode.name
+class _Claim(NamedTuple):
+    """What a file says of a tensor."""
+
+    storage: tuple[str, str, str, str, int]
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    hooks: Any
+    metadata: Any = None
 
 
-def _checked(content: Any) -> Checkpoint:
+_KNOWN = {"torch._utils._rebuild_tensor_v2": _Claim, "torch.FloatStorage": "float32", "collections.OrderedDict": dict}
+
+
+class _Reader(pickle.Unpickler):
+    """Reads plain values, and what is said of tensors; no name leads to any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _KNOWN:
+            raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return _KNOWN[f"{module}.{name}"]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _checked(content: Any, record: Records) -> Checkpoint:
     """The checkpoint in what was read; any exception says that there is none."""
     if set(content) != {"text", "sha256", *SECTIONS} or type(content["text"]) is not str:
         raise CheckpointError("it does not hold what a checkpoint holds")
@@ -138,7 +156,7 @@ def _checked(content: Any) -> Checkpoint:
         if type(values[name]) is not int or not 0 <= values[name] < 2**53:
             raise CheckpointError(f"its {name} is {values[name]!r}")
     shapes = {name: p.shape for name, p in empty_network(config).named_parameters()}
-    sections = {section: _tensors(section, content[section], shapes, config.network) for section in SECTIONS}
+    sections = {section: _tensors(section, content[section], shapes, config.network, record) for section in SECTIONS}
     if content["sha256"] != _sha256(content["text"], sections):
         raise CheckpointError("it is damaged: its hash does not fit its content")
     _check_finite(sections, "is not finite")
@@ -156,21 +174,25 @@ def _check_finite(sections: Mapping[str, Tensors], fault: str) -> None:
                 raise CheckpointError(f"{name} ({section}) {fault}")
 
 
-def _tensors(section: str, claims: Any, shapes: Mapping[str, torch.Size], network: str) -> Tensors:
-    """Copies of the tensors of a section, each made when its shape and format fit: a file can claim one of any size."""
+def _tensors(section: str, claims: Any, shapes: Mapping[str, torch.Size], network: str, record: Records) -> Tensors:
+    """Tensors of a section, each read when its name, shape, format and size fit: a file can claim one of any size."""
     if type(claims) is not dict or set(claims) != set(shapes):
         raise CheckpointError(f"its {section} are not those of network {network!r}")
     found = {}
     for name, shape in shapes.items():
         claim = claims[name]
-        plain = type(claim) is Tensor and claim.dtype == torch.float32 and not claim.requires_grad
-        if plain and claim.shape != shape:
+        plain = type(claim) is _Claim and claim.storage[:2] == ("storage", "float32") and not claim.requires_grad
+        # What anything else looks like is not said: lists in lists, a few times over, would fill the memory.
+        plain = plain and type(claim.storage[2]) is str and {*map(type, claim.size)} <= {int}
+        if plain and claim.size != tuple(shape):
             raise CheckpointError(
-                f"{name} ({section}) has shape {tuple(claim.shape)}, and network {network!r} has {tuple(shape)}"
+                f"{name} ({section}) has shape {claim.size}, and network {network!r} has {tuple(shape)}"
             )
-        if not plain or not claim.is_contiguous():
+        plain = plain and claim.offset == 0 and torch.empty_strided(shape, claim.stride, device="meta").is_contiguous()
+        content = bytearray(record(claim.storage[2]).read(4 * shape.numel()) if plain else b"")
+        if len(content) != 4 * shape.numel():
             raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
-        found[name] = claim.clone()
+        found[name] = torch.frombuffer(content, dtype=torch.float32).reshape(shape)
     return found
 
 

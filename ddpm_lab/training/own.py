@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -243,11 +242,12 @@ def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
     while True:
         before = count
         for batch in data:
-            ready = not count and isinstance(data, list | tuple | IterableDataset)
-            if ready and len(lengths := {*lengths_of(batch)}) > 1:
+            listed = not count and isinstance(data, list | tuple | IterableDataset)
+            found = tensors_of(batch) if listed else []
+            if len({len(t) for t in found if t.ndim}) > 1 and all(t.ndim < 2 for t in found):
                 raise TypeError(
-                    f"{name}: tensors of {min(lengths)} and {max(lengths)} in one batch: data that is a list, a tuple "
-                    "or an IterableDataset gives ready batches; give single samples as a Dataset with a length"
+                    f"{name}: one batch is {described(batch)}: data that is a list, a tuple or an IterableDataset "
+                    "gives ready batches; give single samples as a Dataset with a length"
                 )
             if not isinstance(data, DataLoader) or count == before or (images_of(batch) or size) >= size:
                 yield batch
@@ -260,16 +260,15 @@ def _endless(data: Any, name: str, size: int) -> Iterator[Any]:
 
 def images_of(batch: Any) -> int | None:
     """The length of the first tensor in a batch; None where there is none."""
-    return next(lengths_of(batch), None)
+    return next((len(t) for t in tensors_of(batch) if t.ndim), None)
 
 
-def lengths_of(batch: Any) -> Iterator[int]:
-    """The lengths of the tensors in a batch, but of single numbers."""
-    if isinstance(batch, Tensor) and batch.ndim:
-        yield len(batch)
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors in a batch."""
+    if isinstance(batch, Tensor):
+        return [batch]
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    for part in parts:
-        yield from lengths_of(part)
+    return [t for part in parts for t in tensors_of(part)]
 
 
 def described(value: Any) -> str:
@@ -286,11 +285,12 @@ def described(value: Any) -> str:
 
 def moved(value: Any, device: torch.device, *, channels_last: bool) -> Any:
     """A batch with its tensors on ``device``; images (N, C, H, W) in the memory format asked for."""
-
-    def move(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            there = part.to(device, non_blocking=True)
-            return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
-        return part.to(device) if hasattr(part, "to") else part
-
-    return tree_map(move, value)
+    if isinstance(value, Tensor):
+        there = value.to(device, non_blocking=True)
+        return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
+    if isinstance(value, Mapping):
+        return {name: moved(part, device, channels_last=channels_last) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [moved(part, device, channels_last=channels_last) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value.to(device) if hasattr(value, "to") else value

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from PIL import Image
 
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import ConfigError, LabError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
 from ddpm_lab.declared import Opt, parsed, validate
 from ddpm_lab.files import check_room, replace
@@ -81,7 +81,12 @@ def sample(
     missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
     if missing:
         config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
-        _make(config, len(missing), count, progress)
+        try:
+            _make(config, len(missing), count, progress)
+        except LabError:
+            if not any(folder.glob("*.png")):  # then nothing in it is of these settings
+                (folder / SETTINGS).unlink(missing_ok=True)
+            raise
     else:
         progress.done(f"all {count:,} images are there")
     return paths
@@ -120,10 +125,9 @@ def _claim(folder: Path, origin: dict[str, Any]) -> None:
     """Note in the folder where its images come from. Raises ConfigError if it holds others, or cannot be written."""
     path, before = folder / SETTINGS, None
     check_room(folder)
-    begun = any(folder.glob("*.png"))
-    if begun and not path.exists():
-        raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
-    if not begun:
+    if not path.exists():
+        if any(folder.glob("*.png")):
+            raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
         replace(path, json.dumps(origin, indent=1) + "\n")
     with suppress(ValueError):
         before = parsed(path.read_bytes())
