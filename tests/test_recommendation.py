@@ -29,7 +29,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Experiment, Family, Value
-from ddpm_lab.questions import experiments
+from ddpm_lab.questions import bottleneck, experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.calibrate import WORKLOAD
@@ -617,6 +617,18 @@ def test_a_search_that_was_stopped_hides_no_answer(tmp_path: Path) -> None:
     stopped = [r for r in planted.searched(gains={"bf16": 1.3}) if r.experiment == SEARCH or r.role == "space"]
     assert answered(tmp_path / "again", of_seed, stopped) == before
     assert "bf16" in before
+    whole = planted.searched(gains={"bf16": 1.3})
+    newer = [replace(r, code_version="newer") for r in stopped if r.role == "space"]
+    assert answered(tmp_path / "newer", whole, newer) == answered(tmp_path / "whole", whole)
+
+
+def test_the_sets_of_a_search_alone_call_no_change_faster() -> None:
+    races = [r for r in planted.searched(gains={"bf16": 1.3}) if r.experiment == SEARCH]
+    config = replace(planted.BASE, purpose="profile")
+    taken = replace(make.time_budget(), config=config, experiment="bottleneck", baseline_id=config.run_id)
+    found = bottleneck.considered(make.study([*races, taken], RECOMMENDATION))
+    assert found
+    assert all(math.isnan(change.ratio) for change in found)
 
 
 def test_ones_own_training_is_answered_beside_other_work_of_the_lab(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.plan import WEAK
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
 from ddpm_lab.reports import summary
@@ -105,6 +106,16 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, summary.MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
     assert [*summary.grid([shared])[0].values()][4] == "unknown"
+
+
+def test_strong_and_weak_scaling_of_one_batch_have_their_own_seconds() -> None:
+    one = RunConfig(global_batch_size=16)
+    how: dict[str, Any] = {"baseline": one, "baseline_label": "1 rank", "experiment": "multi_gpu"}
+    strong = make.sets({"2 ranks": (replace(one, world_size=2), 1.5)}, family="tiny, batch 16", **how)
+    twice = replace(one, world_size=2, global_batch_size=32)
+    weak = make.sets({"2 ranks": (twice, 1.6)}, family=f"tiny, batch 16 per rank{WEAK}", count=4, seed=2, **how)
+    alone = [run.seconds for found in (strong, weak) for run in summary.of_study(make.study(found), "")]
+    assert [run.seconds for run in summary.of_study(make.study([*strong, *weak]), "")] == alone
 
 
 def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
