@@ -150,7 +150,7 @@ def test_image_grid_places_and_scales() -> None:
 pytestmark = pytest.mark.usefixtures("two_cores")
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Writes black images where ranks would write theirs."""
 
     def __init__(self, fail_at: int = -1, ran: str = "") -> None:
@@ -160,9 +160,6 @@ class Ranks:
     def __call__(self, config: RunConfig, **_: Any) -> Ranks:
         self.configs.append(config)
         self.steps = 0
-        return self
-
-    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:

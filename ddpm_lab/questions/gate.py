@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,7 @@ def compare_revisions(
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        first, second = (
-            {(name, source.sha256) for name, source in code.sources.items()} for code in (candidate_code, baseline_code)
-        )
+        first, second = ({(n, s.sha256) for n, s in code.sources.items()} for code in (candidate_code, baseline_code))
         changed = sorted({name for name, _ in first ^ second})  # modules that differ, or that only one of them has
         if not changed and candidate == baseline and not always:
             return _said(
@@ -87,12 +86,7 @@ def compare_revisions(
                 f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads do not count (--always measures)",
             )
-        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
-            raise ConfigError(
-                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
-                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-                "measures alike"
-            )
+        _refuse_another_instrument(changed, against)
         baseline = dataclasses.replace(baseline, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(baseline, tree, against)
@@ -103,6 +97,15 @@ def compare_revisions(
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
+
+
+def _refuse_another_instrument(changed: Sequence[str], against: str) -> None:
+    if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+        raise ConfigError(
+            f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+            "measures alike"
+        )
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:

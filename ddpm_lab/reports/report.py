@@ -96,17 +96,7 @@ def report(
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = Report(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
-    try:
-        run.measure()
-        with Stop() as stop:
-            stop.gentle = True
-            for file in values:
-                run.one(file, stop)
-                if stop.number:
-                    run.stopped = stop.number
-                    break
-    except KeyboardInterrupt as interrupt:
-        run.stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
+    run.all()
     index = run.index()
     for name, lines in pages.answers([*run.pages.values()]):
         progress(f"{name}: {'; '.join(lines)}")
@@ -180,6 +170,20 @@ class Report:
 
     def say(self, name: str, line: str) -> None:
         self.progress(f"[{self.elapsed()}] {name}: {line}")
+
+    def all(self) -> None:
+        """Measure, and make the pages of all notebooks one after the other, until a signal stops it."""
+        try:
+            self.measure()
+            with Stop() as stop:
+                stop.gentle = True
+                for file in self.values:
+                    self.one(file, stop)
+                    if stop.number:
+                        self.stopped = stop.number
+                        break
+        except KeyboardInterrupt as interrupt:
+            self.stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
 
     def measure(self) -> None:
         """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing.
