@@ -556,6 +556,11 @@ def two_ranks(ratio: float, base: RunConfig, **values: Any) -> list[RunRecord]:
     return make.sets({"2 ranks": (replace(base, world_size=2), ratio)}, baseline=base, **values)
 
 
+def test_where_questions_are_open_nothing_is_said_to_be_no_faster(tmp_path: Path) -> None:
+    told = answered(tmp_path, bf16(0.8), two_ranks(1.13, PLAIN, seed=1, count=3))
+    assert told == "Keep the defaults: nothing is known to be faster yet, and 1 question is open"
+
+
 def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
     few, whole = bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)
     assert "nothing measured here is faster" in answered(tmp_path, few, whole)
