@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError
@@ -293,14 +293,13 @@ class RunConfig:
         """
         return digest({name: value for name, value in self.chosen.items() if name != "data"})
 
-    @property
+    @cached_property
     def chosen(self) -> dict[str, Any]:
         """Plain values of all that is not at its default."""
-        values, usual = self.as_dict(), RunConfig().as_dict()
+        values, usual = self.as_dict(), _usual()
         for part, _ in PARTS:
             values[part] = {k: v for k, v in values[part].items() if v != usual[part][k]}
-            usual[part] = {}
-        return {k: v for k, v in values.items() if v != usual[k]}
+        return {k: v for k, v in values.items() if v != (usual[k] if k not in dict(PARTS) else {})}
 
     def option(self, name: str, default: Any) -> Any:
         """The workload's own setting ``name``."""
@@ -335,3 +334,9 @@ class RunConfig:
         """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}
+
+
+@cache
+def _usual() -> dict[str, Any]:
+    """Every setting at its default."""
+    return RunConfig().as_dict()

@@ -213,6 +213,9 @@ def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
     assert found[: len(records)] == records
     again, _ = read_all([tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
     assert again == records
+    twice = tmp_path / "twice.jsonl"
+    twice.write_bytes(2 * (tmp_path / "a.jsonl").read_bytes())
+    assert read_all([twice])[0] == records, "a repeated baseline would seem to scatter less"
 
 
 def test_what_a_fake_gpu_says_is_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
