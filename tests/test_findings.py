@@ -157,6 +157,8 @@ def test_a_headline_says_how_much_faster_or_slower() -> None:
     for ratio, headline in (
         (0.74, "bf16 is 26 % slower than fp32"),
         (2.3, "bf16 is 2.3 times as fast as fp32"),
+        (120.0, "bf16 is 120 times as fast as fp32"),
+        (0.004, "bf16 is 0.0040 times as fast as fp32"),
         (1.0, "bf16 is as fast as fp32, within 3 %"),
     ):
         assert findings.headline_of(row(ratio, **exact)) == headline
@@ -172,6 +174,8 @@ def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_i
     bf16, one = replace(BASE, precision="bf16"), replace(BASE, threads=1)
     both = {"bf16": (bf16, 1.1), "compiled": (replace(BASE, compile="whole"), 3.0)}
     assert findings.lead(rows(make.study(make.sets(both, baseline=BASE)))).label == "bf16", "however fast others are"
+    none = make.study(make.sets(both, baseline=BASE, primary=""))
+    assert findings.lead(rows(none)).label == "compiled", "the fastest where no comparison is primary"
     some = make.sets({"bf16": (replace(bf16, threads=1), 0.7)}, baseline=one, family="1 of 2 cores")
     for ratio, noise, threads in ((1.3, 0.005, 0), (1.0, 0.1, 1)):
         every = make.sets({"bf16": (bf16, ratio)}, baseline=BASE, family="2 cores", set_noise=noise, seed=1)
@@ -256,6 +260,9 @@ def test_of_several_networks_a_headline_names_its_own() -> None:
     both = make.study([*make.sets({"bf16": (BF16, 0.58)}), *other])
     assert answer(both).finding.headline.endswith("slower than fp32 (tiny, batch 32, 1 rank)")
     assert answer(amp()).finding.headline.endswith("than fp32")
+    changes = [replace(r, experiment="bottleneck", primary=False) for r in both.records]
+    headline = answer(make.study(changes)).finding.headline
+    assert headline == "bf16 is 80 % faster than fp32 (seed, batch 32, 1 rank)", "and not 0.58 of the other"
 
 
 @pytest.mark.parametrize(
@@ -298,8 +305,7 @@ def _value(typed: str, *, several: bool) -> Any:
 
 
 def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -> None:
-    large = RunConfig(network="seed", global_batch_size=64)
-    found = make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large)
-    study = make.study(found)
-    told = findings.how_to_judge(study, answer(study).finding, trains=True)
-    assert told == "ddpm-lab run amp --network seed --batch-size 64 --seeds 8"
+    for network, told in (("tiny", "ddpm-lab run amp --batch-size 64 --seeds 8"), ("seed", "")):  # can show only worse
+        large = RunConfig(network=network, global_batch_size=64)
+        study = make.study(make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large))
+        assert findings.how_to_judge(study, answer(study).finding, trains=True) == told

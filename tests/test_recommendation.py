@@ -418,7 +418,10 @@ SEED = RunConfig(network="seed")
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),
         (study(), None, quality.NOT_MEASURED, "ddpm-lab report"),
-        (study(amp(experiment="quality", crowded=[0])), None, quality.NOT_MEASURED, "ddpm-lab report"),  # none of these
+        (study(amp(experiment="compare", crowded=[0])), None, quality.NOT_MEASURED, "ddpm-lab report"),  # none of these
+        (study(LOADER), None, quality.NOT_MEASURED, "ddpm-lab report"),  # the lab's loaders that are faster have none
+        (study(amp(experiment="quality"), harm=0.0), "bf16", findings.ANSWERED, ""),
+        (study(amp(0.8), amp(1.5, experiment="quality"), harm=0.0), None, findings.ANSWERED, ""),
     ],
 )
 def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
@@ -500,7 +503,7 @@ def test_what_may_be_recommended_is_combined_as_far_as_it_can_be() -> None:
     harmed = replace(fine, trials=(*fine.trials, *make.trials({"both": (ALL_KEPT, 0.05)})))
     assert answer(harmed).finding.ratio == pytest.approx(1.3, rel=0.02)
     files = RunConfig(loader="files")
-    on_files: dict[str, Any] = {"baseline": files, "baseline_label": "0 workers", "experiment": "workers"}
+    on_files: dict[str, Any] = {"baseline": files, "baseline_label": "0 workers", "experiment": "bottleneck"}
     steps = {f"{n} workers": (replace(files, loader_workers=n), 1 + n / 10) for n in (2, 4)}
     kept = make.sets({"freed memory kept": (replace(files, freed_memory="kept"), 1.1)}, **on_files, family="memory")
     for primary in (2, 4):  # of a setting one value is combined, the primary one first

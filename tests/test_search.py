@@ -300,6 +300,8 @@ def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> 
     assert trained == [cells[steps[2]], cells[steps[3]]], "a loader alone must learn the same, which seconds show"
     longer = search.recommendation(setup(), space=space, steps=steps[:2]).families[0]
     assert longer.name != family.name, "sets that compare others are others"
+    other_way = [space.start, cell(ranks=1), steps[3]]
+    assert search.recommendation(setup(), space=space, steps=other_way).families[0].name != family.name
     alone = search.recommendation(setup(), space=space, steps=[space.start])
     assert (alone.families[0].candidates, alone.trials) == ((), ())
     found = ask("recommendation", setup(), space=space, steps=steps[:2], seeds=2, images=80).trials

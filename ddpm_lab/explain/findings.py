@@ -156,7 +156,7 @@ def compared(
     harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
     notes = (*own(first), listed("Worse in quality", harmed), *every)
     named = "batch" in _SUBJECTS.get(study.experiment, ("", ""))[0]
-    bases = (r.baseline for r in candidates if r.primary)
+    bases = (r.baseline for r in ([r for r in candidates if r.primary] or candidates))
     asked = {(b.work_name, named or b.global_batch_size, b.image_size, b.precision, b.world_size) for b in bases}
     of = f" ({first.family})" if len(asked) > 1 else ""
     found = about(study, first, headline_of(first) + of, *notes)
@@ -263,16 +263,25 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
 
 
 def judging(study: Study, command: str, config: RunConfig) -> str:
-    """The command that also trains, from seeds, and before it what a training of the user's lacks for that."""
+    """The command that also trains, from seeds, and before it what a training of the user's lacks for that.
+
+    Empty where trials could show no more than that something is worse.
+    """
+    if not config.is_own and not quality.shows_harm(config):
+        return ""
     mine = [r for r in study.records if r.config.work_name == config.work_name]
     offers = [o for r in mine for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
     return f"{'a held_out_loss and then ' * (config.is_own and 'held_out_loss' not in offers)}{command} --seeds 8"
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
-    """Choose the comparison that the answer is about: the primary one, with all cores if there are several."""
-    primary = [r for r in rows if r.primary]
-    return min(primary or rows[:1], key=lambda r: (not r.answered, r.config.threads != 0))
+    """Choose the comparison that the answer is about: the primary one, with all cores if there are several.
+
+    Where none is primary it is the fastest of those that are answered.
+    """
+    if primary := [r for r in rows if r.primary]:
+        return min(primary, key=lambda r: (not r.answered, r.config.threads != 0))
+    return max(rows, key=lambda r: (r.answered, r.sets > 0, r.ratio.value))
 
 
 def difference(row: Comparison) -> str:
@@ -325,7 +334,7 @@ def evidence_of(row: Comparison) -> str:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
     text = f"Ratio {phrases.times(row.ratio)}, 95 % interval over {sets}{noise(row)}"
-    text += "" if row.resolved else f"; resolves {phrases.share(row.resolves)}"
+    text += "" if row.resolved or row.verdict == stats.TOO_FEW else f"; resolves {phrases.share(row.resolves)}"
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 

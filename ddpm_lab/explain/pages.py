@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddpm_lab import __version__
+from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_MEASURED
 from ddpm_lab.explain.table import Rendered, code, literal
 from ddpm_lab.files import replace
 
@@ -23,6 +24,7 @@ METADATA = "ddpm_lab"
 RECOMMENDATION, FASTER = "recommendation", "faster"
 _NO_SETTING = ("profile", "claims", "peers", "quality")
 """Questions whose answers are about no setting of a training."""
+_UNJUDGED = (f"quality {NOT_MEASURED}", f"quality {NOT_ENOUGH}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +91,18 @@ class Page:
 def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     """What a report comes to, of this machine and run alone: what to use, what is slower or the same, and what is open.
 
-    An open question comes with the command that would answer it.
+    An open question comes with the command that would answer it; what is faster, and not judged, is one too.
     """
     mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
     ways: dict[str, list[str]] = {}
     for page in (*last, *others):
-        if page.kind != ANSWERED:
-            ways.setdefault(page.headline, []).extend(filter(None, [page.finding.get("way_out")]))
+        judged = str(page.finding.get("quality", ""))
+        unjudged = page.finding.get("verdict") == FASTER and judged.startswith(_UNJUDGED) and page in others
+        if page.kind != ANSWERED or (unjudged and not any(told.startswith(page.headline) for told in ways)):
+            told = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
+            ways.setdefault(told, []).extend(filter(None, [page.finding.get("way_out")]))
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],

@@ -15,6 +15,7 @@ from ddpm_lab.record import crowded_sets
 
 DISTURBED = "other processes disturbed every set"
 DASH = "\N{EN DASH}"
+WIDE = 100  # times its lower end, where an interval says little
 
 
 def status(word: str) -> str:
@@ -53,19 +54,23 @@ def between(ratio: Interval) -> str:
     """Return the interval, such as "1.55 to 1.69"; empty without one."""
     if not ratio.exists:
         return ""
-    digits = decimals(ratio)
-    low = "<0.01" if ratio.low < 0.01 else f"{ratio.low:.{digits}f}"
-    return f"{low} to " + (">100" if ratio.high > 100 else f"{ratio.high:.{digits}f}")  # of two sets, by chance
+    digits, wide = decimals(ratio), ratio.high > WIDE * ratio.low  # of two sets, by chance
+    low = "<0.01" if wide and ratio.low < 0.01 else _number(ratio.low, digits)
+    return f"{low} to " + (">100" if wide and ratio.high > 100 else _number(ratio.high, digits))
 
 
 def times(ratio: Interval, *, what: str = "") -> str:
     """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
-    return f"{ratio.value:.{decimals(ratio)}f}{what}" + (f" ({between(ratio)})" if ratio.exists else "")
+    return f"{_number(ratio.value, decimals(ratio))}{what}" + (f" ({between(ratio)})" if ratio.exists else "")
 
 
 def ratio(row: Comparison) -> str:
     """Such as "1.62"."""
-    return f"{row.ratio.value:.{decimals(row.ratio)}f}"
+    return _number(row.ratio.value, decimals(row.ratio))
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if 0.1 <= value < 100 or value == 0 else significant(value)
 
 
 def evidence(estimate: stats.Estimate) -> str:
@@ -185,9 +190,9 @@ def share(value: float) -> str:
 
 
 def difference(ratio: float) -> str:
-    """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast"."""
-    if ratio >= 2:
-        return f"{ratio:.2g} times as fast"
+    """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast", "0.004 times as fast"."""
+    if ratio >= 2 or ratio < 0.01:
+        return f"{significant(ratio, 2)} times as fast"
     return f"{share(ratio - 1)} faster" if ratio >= 1 else f"{share(1 - ratio)} slower"
 
 

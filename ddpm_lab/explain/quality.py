@@ -7,12 +7,11 @@ what a seed is worth to both drops out of the difference.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, DiffusionConfig, RunConfig
+from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, DiffusionConfig, RunConfig, digest
 from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
 
@@ -171,7 +170,7 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         if margin == 0 and (beside_seeds := equivalence(differences, _spread_margin(final))).verdict == WORSE:
             found = beside_seeds
         config, reason = first[0].config, _too_short(first)
-        if not reason and found.verdict in GOOD and not (config.is_own or _named_loss(config)):
+        if not reason and found.verdict in GOOD and not (config.is_own or shows_harm(config)):
             reason = NO_LOSS_KNOWN
         if reason:
             found = replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
@@ -186,13 +185,13 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
 def _too_short(base: Sequence[RunRecord]) -> str:
     """Why a baseline's trials end before they would show harm; empty where they do not."""
     first, last = (float(_losses_at(base, share).mean()) for share in (0.0, 1.0))
-    if needed := _named_loss(base[0].config):
+    if needed := shows_harm(base[0].config):
         return f"the trial ends before the loss {needed:g} that shows harm" if last > needed else ""
     return f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}" if last > HARDLY * first else ""
 
 
-def _named_loss(config: RunConfig) -> float:
-    """The held-out loss named for a configuration's network; 0 where none is."""
+def shows_harm(config: RunConfig) -> float:
+    """The held-out loss at which a configuration's trials show harm; 0 where none is known."""
     usual = not config.is_own and config.image_size == 32 and config.diffusion == DiffusionConfig()
     return SHOWS_HARM.get(config.network, 0.0) if usual else 0.0
 
@@ -247,13 +246,14 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
     kernels, memory format, compiling, ranks and their exchange, batch and micro-batches, optimizer with the average of
     the weights, diffusion, and the revision if one is named.
     """
-    same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False}
-    same |= {"options": config.own_options, "workload": DDPM if config.workload == TRAINING else config.workload}
+    left_out = {"purpose", "seed", "data", "oversubscribe"}
     if (loosely or anywhere) and config.loader != "still":  # which repeats one batch
-        same |= {**SAME_WEIGHTS, "threads": 0}
+        left_out |= {*SAME_WEIGHTS, "threads"}
     if anywhere:
-        same["data_sha256"] = ""
-    return replace(config, **same).run_id
+        left_out.add("data_sha256")
+    workload = DDPM if config.workload == TRAINING else config.workload
+    values = {**config.chosen, "options": dict(config.own_options), "workload": workload}
+    return digest({name: value for name, value in values.items() if name not in left_out})
 
 
 class Trials:

@@ -43,7 +43,7 @@ def finding(answer: Answer) -> None:
     last = study.records[-1] if study.records else None
     bases = [r.config for r in study.records if r.role == "baseline"]
     networks = list(dict.fromkeys(config.network for config in bases if config.workload == DDPM))
-    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
+    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
         **{name: getattr(found, name) for name in (*told, "notes", "published")},
@@ -51,6 +51,7 @@ def finding(answer: Answer) -> None:
         "data": last.data_name if last else "",
         "training": f"{phrases.joined(networks)} network" if networks else "",  # of the lab's own trainer
         "code_version": last.code_version if last else "",
+        "way_out": found.way_out or how,
     }
     facts = {
         "To answer it": found.way_out,

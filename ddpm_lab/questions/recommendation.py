@@ -46,7 +46,7 @@ UNTRIED = "quality not shown"  # status of an answer that trials would complete
 
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
-OTHER_WORK = ("peers", "quality", "claims", "compare", "calibrate", "batch_size")
+OTHER_WORK = ("peers", "claims", "compare", "calibrate", "batch_size")
 """Questions whose comparisons are no changes of a training: other trainers, or other work."""
 SEARCHED = (SEARCH, RECOMMENDATION)
 _BESIDE = (*OTHER_WORK, *SEARCHED)
@@ -162,7 +162,10 @@ def measured(study: Study) -> list[Comparison]:
 @once
 def _every(study: Study) -> list[Comparison]:
     found = [c for c in comparisons(study) if single(c) and c.sets and c.experiment not in _BESIDE]
-    return all_cores_first(c for c in found if c.config.workload in (DDPM, OWN))
+    # The lab's own trainer uses loaders that are faster, and have no workers.
+    found = [c for c in found if c.config.workload == OWN or (c.config.workload == DDPM and c.experiment != "workers")]
+    found = [c for c in found if c.config.global_batch_size == c.baseline.global_batch_size]
+    return all_cores_first([c for c in found if c.experiment != "quality"] or found)  # which asks the same once more
 
 
 def all_cores_first(rows: Iterable[Comparison]) -> list[Comparison]:

@@ -151,9 +151,14 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
             pair = Family(name=name, baseline=cells[before], baseline_label=START, candidates=((label, config),))
             trials += identity_trials(pair)
     found = rows[-1][0] if rows else ""
-    name, ordered = f"{name}, {found}" if found else name, (*rows[-1:], *rows[:-1])
+    way, ordered = "; ".join(label for label, _ in rows), (*rows[-1:], *rows[:-1])
     family = Family(
-        name=name, baseline=space.baseline, baseline_label=START, candidates=ordered, together=True, primary=found
+        name=f"{name}, {way}" if found else name,
+        baseline=space.baseline,
+        baseline_label=START,
+        candidates=ordered,
+        together=True,
+        primary=found,
     )
     return Experiment(name=RECOMMENDATION, families=(family,), trials=trials, space=space)
 
