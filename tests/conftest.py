@@ -17,7 +17,7 @@ from planted_gpus import Card, Plant, nvml
 
 from ddpm_lab.__main__ import main
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.packed import prepare
+from ddpm_lab.data.packed import prepare, read_manifest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, code_version
 from ddpm_lab.measure.group import Group, Limits
@@ -176,19 +176,17 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
 
 
 @pytest.fixture(scope="session")
-def synthetic(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A small run on the synthetic images."""
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
-
-
-@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The synthetic images, prepared at 8x8 pixels; nothing may be written there."""
     folder = tmp_path_factory.mktemp("data") / "prepared"
     prepare("synthetic", folder, image_size=8)
     return folder
+
+
+@pytest.fixture(scope="session")
+def synthetic(data: Path) -> RunConfig:
+    """A small run on the synthetic images."""
+    return RunConfig(data=str(data), data_sha256=read_manifest(data).content_hash, image_size=8, global_batch_size=8)
 
 
 @pytest.fixture(scope="session")

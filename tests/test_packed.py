@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import ddpm_lab
-from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import DataError, decode
 from ddpm_lab.data.packed import MAX_HELD_OUT, open_packed, prepare, resolve, split
 from ddpm_lab.data.synthetic import generate
@@ -55,13 +54,14 @@ def test_pixels_files_and_manifest(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "dest" / "manifest.json").stat().st_ino == built.st_ino
 
 
-def test_the_synthetic_set_has_the_same_hash_for_ever(tmp_path: Path, synthetic: RunConfig) -> None:
+def test_the_synthetic_set_has_the_same_hash_for_ever(tmp_path: Path) -> None:
     """Records name their data by it: over shape, pixels in order and the choice of the held-out images."""
-    packed = open_packed(Path(synthetic.data))
+    prepare("synthetic", tmp_path / "prepared")
+    packed = open_packed(tmp_path / "prepared")
     assert packed.manifest.content_hash == "1e45d89074da856be740c11c77cc0f14a24082758fc75ebd3409e5d66f62c123"
     assert len(packed.held_out_indices) == 100
     assert np.array_equal(packed.images, generate(2_000))
-    packed = open_packed(shutil.copytree(synthetic.data, tmp_path / "moved"))
+    packed = open_packed(shutil.copytree(tmp_path / "prepared", tmp_path / "moved"))
     assert packed.files is not None
     assert Path(packed.files[1_234]).is_relative_to(tmp_path)
     assert np.array_equal(decode(packed.files[1_234], 32), packed.images[1_234])

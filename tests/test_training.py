@@ -220,7 +220,7 @@ def test_a_step_is_the_plain_algorithm(usual: RunConfig, decays: tuple[float, fl
     expected = []
     for step, batch in enumerate(itertools.islice(Trainer(usual, context()).batches(), 4)):
         x0 = batch.images
-        noise, t = noise_and_timesteps(0, step, 0, 8, global_batch_size=8, shape=(3, 32, 32), timesteps=1000)
+        noise, t = noise_and_timesteps(0, step, 0, 8, global_batch_size=8, shape=(3, 8, 8), timesteps=1000)
         signal = alpha_bar[t].sqrt()[:, None, None, None]
         sigma = (1 - alpha_bar[t]).sqrt()[:, None, None, None]
         loss = (network(signal * x0 + sigma * noise, t) - noise).square().mean()
