@@ -20,7 +20,9 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning as pairs
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.comparison import first_losses, measure
+from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import plan_pair
 
 MINE = """
@@ -182,6 +184,19 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
     assert [c.threads for c in plan_pair(pair, **how).campaign.experiment.configurations] == [0, 0]
     with pytest.raises(ConfigError, match="2 CPU ranks need 2 cores, 1 are free, since other processes take the rest"):
         plan_pair((RunConfig(world_size=2), RunConfig(world_size=2, precision="bf16")), **how)
+
+
+def test_the_other_way_round_is_another_comparison_and_ends_by_itself(tmp_path: Path) -> None:
+    """A gate would pass what is slower by what was measured with the sides exchanged."""
+    pair = (RunConfig(threads=1), RunConfig(threads=1, precision="bf16"))
+    how: dict[str, Any] = {"output": tmp_path, "quiet": True, "code": code_version()}
+    for (one, two), ratio, name in ((pair, 1.5, "bf16"), (pair[::-1], 1 / 1.5, "fp32")):
+        planned = plan_pair((one, two), ("other", name), **how)
+        made = make.on(hardware.machine(), make.sets({name: (two, ratio)}, baseline=one, experiment="compare"))
+        Ledger(tmp_path / LEDGER).append([dataclasses.replace(r, code_version=planned.cohort[1]) for r in made])
+        shown = study_of(planned.renewed())
+        assert answer(shown).finding.ratio == pytest.approx(ratio, rel=0.02)
+    assert not planned.campaign.target.exact, "it ends where its resolution is reached"
 
 
 # --- first losses of both sides ---

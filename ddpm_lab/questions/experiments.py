@@ -131,6 +131,8 @@ def study_of(measured: Planned) -> Study:
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
     configurations, output = measured.experiment.configurations, measured.output
+    if name == "compare":  # where each of the two may have been the other's baseline before
+        records = [r for r in records if r.role == LOOK or r.baseline_id == configurations[0].run_id]
     ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
         study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)

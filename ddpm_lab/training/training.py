@@ -35,13 +35,14 @@ _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``sampling.
 def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
     """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed and size of ``evaluate.config``."""
     size, device = evaluate.config.image_size, evaluate.device
-    # The noise of an image comes from its number and the seed alone; on the CPU, whatever device samples.
-    seeds = (np.random.SeedSequence([evaluate.config.seed, _NOISE, number]) for number in numbers)
-    generators = [torch.Generator().manual_seed(int(s.generate_state(1, np.uint64)[0])) for s in seeds]
+    # The noise of an image comes from its number and the seed alone; on the CPU, whatever device samples. A generator
+    # of torch takes 32 bits of a seed: of a hundred thousand images two would be the same.
+    generators = [np.random.default_rng([evaluate.config.seed, _NOISE, number]) for number in numbers]
     unused = torch.Generator(device)
 
     def noise() -> Tensor:
-        return torch.stack([torch.randn(3, size, size, generator=generator) for generator in generators]).to(device)
+        drawn = [generator.standard_normal((3, size, size), dtype=np.float32) for generator in generators]
+        return torch.from_numpy(np.stack(drawn)).to(device)
 
     x = noise()
     for step in steps:
