@@ -122,15 +122,18 @@ def test_what_changes_no_arithmetic_is_identical(config: RunConfig, tried: Tried
 
 
 @pytest.mark.slow
-def test_a_planted_fault_is_worse_and_another_rounding_is_not(config: RunConfig, tried: Tried) -> None:
+def test_a_planted_fault_is_worse_and_another_rounding_is_not(
+    config: RunConfig, tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a rate that gets to the loss that shows harm in 120 steps; ``docs/measured`` has the usual one."""
+    monkeypatch.setattr(quality, "shows_harm", lambda _: 0.6)  # with so few pixels
     quick = OptimizerConfig(learning_rate=5e-3)
-    config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)))
+    config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)), threads=1)
     frozen = replace(config, optimizer=dataclasses.replace(quick, ema_every=1000))
     configs = {"base": config, "bf16": replace(config, **usual_settings("cpu")), "frozen average": frozen}
     runs = {name: [tried(replace(c, seed=seed)) for seed in range(5)] for name, c in configs.items()}
     verdicts = {name: quality.compare(runs["base"], found).verdict for name, found in runs.items()}
-    # Two threads that sum in another order differ by chance, so that five seeds may be too few, and never say worse.
+    # Of what is rounded otherwise five seeds may be too few to say anything, and never say worse.
     assert verdicts["bf16"] in (*GOOD, NOT_ENOUGH)
     assert verdicts["frozen average"] == WORSE
 
