@@ -120,6 +120,15 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     assert "4 ranks" in shown.finding.headline
     assert MECHANISM_ONLY in plain(shown.table())
     assert "1.7" not in shown.finding.claim + plain(shown.table())
+    single = make.record(
+        RunConfig(device="cuda"),
+        experiment="multi_gpu",
+        role="note",
+        label="2 GPUs",
+        status="left out",
+        reason="this machine has 1 GPU",
+    )
+    assert answer(make.study([single])).finding.headline == "Left out: 2 GPUs (this machine has 1 GPU)"
 
 
 def test_what_needs_more_cores_than_were_free_says_so() -> None:

@@ -235,6 +235,9 @@ def _nothing_to_compare(
         headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
     elif failed:
         headline = f"Every candidate failed: {_labels(failed)}"
+    elif gone := [(_named(r, rows), r.reason) for r in others if r.config.device == "cuda"]:  # as with a single GPU
+        status, headline = quality.NOT_MEASURED, listed("Left out", gone).removesuffix(".")
+        notes = tuple(note for note in notes if note != f"{headline}.")
     elif hidden:
         status, notes = MECHANISM_ONLY, ()
         headline = f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}"

@@ -283,7 +283,9 @@ def _target(
     seconds = seconds_of(minutes)
     if sets is not None:
         whole("sets", sets, 1)
-    target = Target(plan=plan, sets=sets or planned, exact=sets is not None and resolution is None, seconds=seconds, cold_compiles=0)
+    target = Target(
+        plan=plan, sets=sets or planned, exact=sets is not None and resolution is None, seconds=seconds, cold_compiles=0
+    )
     if resolution is None:
         return target
     if not (number(resolution) and LEAST_RESOLUTION <= resolution < 1):
