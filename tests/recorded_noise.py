@@ -80,24 +80,39 @@ class Machine:
         self.rng, self.sets = rng, noise(name)
         logs = np.array([row.twin.mean() for row in recorded(name) if row.quiet])
         self.twin_logs = logs - logs.mean()
+        self._known: dict[int, tuple[Array, Array]] = {}
 
     def question(self, sets: int, candidates: int = 1) -> Array:
         """Log ratios [candidate, set] of candidates that are all as fast as the baseline, measured in the same sets.
 
         Candidates of a set share its baselines. Where it had fewer, those of the sets that followed stand in.
         """
-        start, total = self.rng.integers(len(self.sets)), len(self.sets)
-        pool = np.empty((candidates, NEIGHBOURS))
-        for i in range(NEIGHBOURS):
-            values: list[float] = []
-            place = start + i
-            while len(values) < candidates:
-                values += list(self.rng.permutation(self.sets[place % total]))
-                place += 1
-            pool[:, i] = values[:candidates]
-        pool -= pool.mean(axis=1, keepdims=True)
+        values, order = self._rows(candidates)
+        places = (self.rng.integers(len(values)) + np.arange(NEIGHBOURS)) % len(values)
+        drawn_first = np.argsort(order[places] + self.rng.random((NEIGHBOURS, values.shape[1])), axis=1)[:, :candidates]
+        pool = np.take_along_axis(values[places], drawn_first, axis=1).T
+        pool = pool - pool.mean(axis=1, keepdims=True)
         drawn: Array = pool[:, self.rng.integers(NEIGHBOURS, size=sets)]
         return drawn
+
+    def _rows(self, candidates: int) -> tuple[Array, Array]:
+        """Values [set, place] of each set and of those that follow, until there are so many, and which of them it is.
+
+        Places that are left over are of set infinity, and drawn last.
+        """
+        if candidates not in self._known:
+            rows: list[tuple[list[float], list[float]]] = []
+            for first in range(len(self.sets)):
+                values, order = list[float](), list[float]()
+                for n in range(len(self.sets)):
+                    if len(values) < candidates:
+                        values += list(more := self.sets[(first + n) % len(self.sets)])
+                        order += [float(n)] * len(more)
+                rows.append((values, order))
+            width = max(len(values) for values, _ in rows)
+            padded = [(v + [0.0] * (width - len(v)), o + [math.inf] * (width - len(o))) for v, o in rows]
+            self._known[candidates] = (np.array([v for v, _ in padded]), np.array([o for _, o in padded]))
+        return self._known[candidates]
 
     def twin(self, sets: int) -> Array:
         """Log ratios of a twin."""

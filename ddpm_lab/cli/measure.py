@@ -309,7 +309,7 @@ def recommend(options: argparse.Namespace) -> int:
         name, _, values = text.partition("=")
         if not values:
             raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
-        only[name.strip()] = [value.strip() for value in values.split(",")]
+        only[name.strip()] = only.get(name.strip(), []) + [value.strip() for value in values.split(",")]
     try:
         found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
     except ModuleNotFoundError as missing:
