@@ -186,7 +186,7 @@ def test_resolve_packs_once_for_each_choice(tmp_path: Path, source: Path) -> Non
     first = resolve(str(source), cache, image_size=8)
     assert resolve(str(source), cache, image_size=8) == first
     assert resolve(str(source), cache, image_size=4) != first
-    assert resolve(str(first), cache, image_size=8) == first
+    assert resolve(str(first), cache, image_size=8, results=first / "runs") == first
     with pytest.raises(DataError, match="8x8, not 32x32"):
         resolve(str(first), cache)
     with pytest.raises(DataError, match="--held-out"):

@@ -72,6 +72,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         given(options, *SCHEDULE),
         file=None if options.config is None else expanded(options.config),
         cache=output / PREPARED,
+        folder=folder,
         progress=progress,
         **given(options, "held_out", "skip_bad"),
     )

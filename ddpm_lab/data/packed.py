@@ -214,12 +214,14 @@ def resolve(
     image_size: int = 32,
     held_out: str | Path | None = None,
     skip_bad: bool = False,
+    results: Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Return the prepared folder for ``source``, which may be one itself; otherwise prepare it inside ``cache``.
 
     The folder in ``cache`` is named by a hash of the source's path and the options, so that each combination has its
-    own. The other arguments and errors are those of ``prepare``.
+    own. ``results``, where images will be written, may not lie among those that are prepared. The other arguments and
+    errors are those of ``prepare``.
     """
     path = expanded(source)
     if str(source) != SYNTHETIC and is_prepared(path):
@@ -233,6 +235,8 @@ def resolve(
             raise DataError(f"{path} is prepared and has its held-out part; give --held-out when preparing it")
         return path.absolute()
     job = _job(source, image_size, held_out, skip_bad)
+    if results is not None:
+        _check_outside(job, results)
     name = hashlib.sha256(json.dumps(job.options()).encode()).hexdigest()[:12]
     dest = (Path(cache) / f"{job.kind}-{name}").absolute()
     prepare(source, dest, image_size=image_size, held_out=held_out, skip_bad=skip_bad, progress=progress)
@@ -247,6 +251,11 @@ class _Job(NamedTuple):
     image_size: int
     held_out: Path | None
     skip_bad: bool
+
+    @property
+    def given(self) -> list[Path]:
+        """The user's own files."""
+        return [path for path in (self.source, self.held_out) if path and path != Path(SYNTHETIC)]
 
     def options(self) -> list[object]:
         held_out = str(self.held_out) if self.held_out else None
@@ -274,13 +283,18 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
     return _Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 
 
+def _check_outside(job: _Job, dest: Path) -> None:
+    """Refuse a folder among the user's own images: what is written there would be trained on."""
+    for given in job.given:
+        if dest.resolve().is_relative_to(given.resolve()):
+            raise DataError(f"{dest} lies inside the image folder {given}, which is never written to; choose another")
+
+
 def _check_dest(job: _Job, dest: Path) -> None:
     """Refuse a destination that would write into the user's own files."""
-    resolved = dest.resolve()
-    for given in (job.source if job.kind != "synthetic" else None, job.held_out):
-        if given is not None and resolved.is_relative_to(given.resolve()):
-            raise DataError(f"{dest} lies inside the image folder {given}, which is never written to; choose another")
-        if given is not None and given.resolve().is_relative_to(resolved):
+    _check_outside(job, dest)
+    for given in job.given:
+        if given.resolve().is_relative_to(dest.resolve()):
             raise DataError(f"{given} lies inside {dest}, which is emptied before it is prepared; choose another")
     if (dest / LOCK).exists() and not (dest / LOCK).is_file():
         raise DataError(f"{dest / LOCK} is no file; choose another folder")

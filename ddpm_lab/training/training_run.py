@@ -79,6 +79,7 @@ def plan_training(
     *,
     file: Path | None,
     cache: Path,
+    folder: Path | None = None,
     held_out: str | None = None,
     skip_bad: bool = False,
     progress: Callable[[str], None] = lambda _: None,
@@ -86,7 +87,8 @@ def plan_training(
     """The configuration and schedule of a run, and the names of the settings that the user gave.
 
     ``flags`` and ``schedule`` are from the command line and go before those of ``file``; a name with a dot lies in a
-    table. Defaults are those of ``usual_settings`` and ``USUAL`` for the device. Images are prepared in ``cache``.
+    table. Defaults are those of ``usual_settings`` and ``USUAL`` for the device. Images are prepared in ``cache``;
+    ``folder``, the run's, may not lie among them.
 
     Raises:
         ConfigError: something cannot be run on this machine.
@@ -114,15 +116,15 @@ def plan_training(
         config = dataclasses.replace(config, compile_mode="reduce-overhead")
     _check_machine(config, place)
     images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
-    folder = resolve(config.data or "synthetic", cache, progress=progress, **images)
-    manifest = read_manifest(folder)
+    prepared = resolve(config.data or "synthetic", cache, results=folder, progress=progress, **images)
+    manifest = read_manifest(prepared)
     sha256, memory = manifest.content_hash, min((g.memory_bytes or 0 for g in hardware.gpus()), default=0)
     if config.loader == "resident" and "loader" not in said and 4 * math.prod(manifest.shape) > memory > 0:
         config = dataclasses.replace(config, loader="packed")  # a step needs most of the memory
     if config.data_sha256 not in ("", sha256):
         told = f"the images in {config.data} are not those that data_sha256 names"
         raise ConfigError(f"{place}: {told}: give those with --data, or leave it out in a run of its own")
-    return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned, said
+    return dataclasses.replace(config, data=str(prepared), data_sha256=sha256), planned, said
 
 
 def _given(
