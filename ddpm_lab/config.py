@@ -46,7 +46,7 @@ OBSERVED_OPTIONS = ("parameters", "samples", "sample")
 TRIAL_OPTIONS = ("images", "draws")  # options of a trial; all others say which training of the user's it is
 OWN_CHOICES: dict[str, Any] = {
     **{"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)},
-    **{"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")},
+    **{"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed"), "mirror": (True,)},
 }
 """What a training of the user's can be set to, where that is less than the lab's own can."""
 TRAINING = "ddpm_lab.training.training:training"
@@ -128,7 +128,7 @@ class ExchangeConfig:
                 raise ConfigError(f"{given}: where nothing is exchanged it would change nothing; leave it out")
 
 
-LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
+LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256", "mirror")
 """Settings that decide what is learned, beside the optimizer's."""
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
@@ -170,6 +170,7 @@ class RunConfig:
     read_loss: bool = False
     loader: Annotated[str, Opt("how images are loaded", choices=LOADERS)] = "packed"
     loader_workers: Annotated[int, Opt("worker processes of the loader", least=0)] = 0
+    mirror: Annotated[bool, Opt("mirror half of the images at random")] = True
     data: str = ""
     data_sha256: str = ""
     network: Annotated[str, Opt("network", choices=tuple(NETWORKS))] = "tiny"

@@ -276,7 +276,7 @@ def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> 
         text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
         how: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS, "dest": option.name}
         if option.kind is bool:
-            how["action"] = "store_true"
+            how["action"] = argparse.BooleanOptionalAction if usual is True else "store_true"
         else:
             how["type"] = partial(comma_separated if option.several else _value, option.kind)
             how["metavar"] = "A,B,..." if option.several else flag(option.name)[2:].replace("-", "_").upper()

@@ -322,7 +322,10 @@ class RunRecord:
         return self.environment.date
 
     def as_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "config": self.config.as_dict(), "run_id": self.run_id}
+        config = self.config.as_dict()
+        if config["mirror"]:  # as it always was before it was a setting: records of then stay what they are
+            del config["mirror"]
+        return {**dataclasses.asdict(self), "config": config, "run_id": self.run_id}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import PARTS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig, digest
+from ddpm_lab.config import OWN, PARTS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig, digest
 
 # For every field a value that differs from ``START`` and is valid beside it.
 START = RunConfig(device="cuda", loader="files", global_batch_size=32)
@@ -19,6 +19,7 @@ OTHER: dict[str, Any] = {
     **{"global_batch_size": 64, "accumulation": 2, "precision": "tf32", "compile": "whole"},
     **{"compile_mode": "max-autotune", "channels_last": False, "implementation": "plain", "kernels": "fused"},
     **{"freed_memory": "kept", "attention_axis": "positions", "read_loss": True, "loader": "packed"},
+    **{"mirror": False},
     **{"loader_workers": 3, "data": "elsewhere", "data_sha256": "ff", "network": "seed", "image_size": 64},
     **{"diffusion": DiffusionConfig(timesteps=500), "optimizer": OptimizerConfig(ema_every=7)},
     **{"exchange": ExchangeConfig(bucket_mb=1), "seed": 1, "oversubscribe": True, "threads": 3},
@@ -100,6 +101,7 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (RunConfig, {"exchange": ExchangeConfig(nccl="pcie"), "world_size": 2}, ["exchange.nccl"]),
     (RunConfig, {"loader": "still", "purpose": "quality"}, ["loader"]),
     (ExchangeConfig, {"enabled": False, "hook": "bf16"}, ["exchange.hook", "'bf16'", "exchange.enabled"]),
+    (RunConfig, {"mirror": False, "workload": OWN}, ["mirror", "choose one of True"]),
     # no such value
     (RunConfig, {"loader": "pakced"}, ["loader", "packed, files, resident", "did you mean packed?"]),
     (RunConfig, {"compile": True}, ["compile", "True", "off, regional, whole"]),

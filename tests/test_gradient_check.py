@@ -204,7 +204,7 @@ def test_a_layer_alone_keeps_nobody_from_training_and_what_cannot_be_judged_does
 
 DECIDES = {
     *("network", "image_size", "attention_axis", "diffusion", "optimizer", "global_batch_size", "seed", "data_sha256"),
-    *("workload", "purpose", "device", "threads", "data", "options"),
+    *("mirror", "workload", "purpose", "device", "threads", "data", "options"),
 }
 """What is learned, by what, and where."""
 

@@ -30,7 +30,7 @@ def some_records() -> list[RunRecord]:
     return [
         *make.sets({"bf16": (bf16, 1.5)}, count=2, turns=2, failures=failures),
         *make.cold(RunConfig(compile="whole"), [12.5]),
-        make.profile(RunConfig(purpose="profile")),
+        make.profile(RunConfig(purpose="profile", mirror=False)),
         make.record(
             RunConfig(device="cuda", world_size=2),
             environment=dataclasses.replace(gpus, gpu_uuids=("GPU-1", "GPU-2"), load_before=None),

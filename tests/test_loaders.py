@@ -49,8 +49,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedImages:
     return prepared(tmp_path_factory.mktemp("loaders"), 60)
 
 
-def plan_for(packed: PackedImages, global_batch_size: int = 12, **settings: int) -> Plan:
-    stream = EpochStream(packed.train_indices, seed=3)
+def plan_for(packed: PackedImages, global_batch_size: int = 12, mirror: bool = True, **settings: int) -> Plan:
+    stream = EpochStream(packed.train_indices, seed=3, mirror=mirror)
     return Plan(stream=stream, global_batch_size=global_batch_size, **settings)
 
 
@@ -67,6 +67,7 @@ def plain(packed: PackedImages, plan: Plan, channels_last: bool = False) -> Iter
     while True:
         positions = [step * plan.global_batch_size + p for p in (share.start, share.stop)]
         indices, flips = plan.stream.indices(*positions), plan.stream.flips(*positions)
+        flips = flips & plan.stream.mirror
         images = np.stack(
             [packed.images[i][:, ::-1] if f else packed.images[i] for i, f in zip(indices, flips, strict=True)]
         )
@@ -98,7 +99,7 @@ def test_batches_are_those_of_the_plain_definition(
     packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = without_copies(kind, monkeypatch)
-    settings: list[dict[str, int]] = [{}, {"start_step": 11}, {"world_size": 3, "rank": 1}]
+    settings: list[dict[str, Any]] = [{}, {"start_step": 11}, {"world_size": 3, "rank": 1}, {"mirror": False}]
     for (place, how), channels_last in itertools.product(enumerate(settings), (True, False)):
         plan = plan_for(packed, **how)
         workers = 2 if kind == "files" and place == 0 else 0

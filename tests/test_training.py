@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.data.packed import read_manifest
+from ddpm_lab.data.packed import open_packed, read_manifest
 from ddpm_lab.diffusion.unet import build_network
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, empty_network, read
 from ddpm_lab.training.train import Trainer
@@ -264,6 +264,14 @@ def test_loaders_train_to_identical_weights(usual: RunConfig, data: Path) -> Non
         found.add((trainer.weights_sha256(), said["indices_sha256"]))
         trainer.close()
     assert len(found) == 1
+
+
+def test_images_are_mirrored_unless_that_is_turned_off(usual: RunConfig) -> None:
+    batches = [next(Trainer(dataclasses.replace(usual, mirror=m), context()).batches()) for m in (True, False)]
+    stored = open_packed(Path(usual.data)).images[batches[0].indices]
+    plain = torch.from_numpy(stored).permute(0, 3, 1, 2) / 127.5 - 1
+    equal = [[torch.equal(*pair) for pair in zip(batch.images, plain, strict=True)] for batch in batches]
+    assert (any(equal[0]), all(equal[0]), all(equal[1])) == (True, False, True)
 
 
 def test_the_witness_is_not_the_label(usual: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,7 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
     group = ranks()
     others: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed is 1, and was 0"),
+        ({"mirror": False}, "mirror is False, and was True"),
         ({"data_sha256": "ab"}, "data_sha256 is 'ab'.* and the images as they were"),
         ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
         ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),

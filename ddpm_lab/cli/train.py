@@ -30,6 +30,7 @@ TRAINED_BY = {
     "learning_rate": 2e-4,
     "precision": "the fastest here",
     "compile": "whole on a GPU, off on a CPU",
+    "mirror": True,
     **dict.fromkeys(("world_size", "device", "seed", "oversubscribe")),
 }
 """Options that are settings of the same name, with what they are where none is given; None is what is usual."""

@@ -37,10 +37,10 @@ class EpochStream:
     other moment the counts of two images differ by at most one.
     """
 
-    def __init__(self, train_indices: npt.NDArray[np.int64], seed: int) -> None:
+    def __init__(self, train_indices: npt.NDArray[np.int64], seed: int, *, mirror: bool = True) -> None:
         self.train_indices = np.asarray(train_indices, dtype=np.int64)
         self.epoch_size = len(self.train_indices)
-        self._seed = seed
+        self.mirror, self._seed = mirror, seed
         self._flip_key = np.random.SeedSequence([seed, _FLIP]).generate_state(1, np.uint64)[0]
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
@@ -60,6 +60,8 @@ class EpochStream:
 
     def flips(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Whether each position's image is mirrored: the top bit of SplitMix64 (Steele et al. 2014) of the position."""
+        if not self.mirror:
+            return np.zeros(stop - start, dtype=np.bool_)
         state = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._flip_key
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

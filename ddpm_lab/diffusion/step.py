@@ -167,7 +167,7 @@ class Feed:
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         self.packed = packed = open_packed(Path(config.data))
         plan = Plan(
-            stream=EpochStream(packed.train_indices, config.seed),
+            stream=EpochStream(packed.train_indices, config.seed, mirror=config.mirror),
             global_batch_size=config.global_batch_size,
             rank=context.rank,
             world_size=context.world_size,
