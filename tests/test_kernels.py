@@ -257,13 +257,20 @@ def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "kernels.cpp"
     monkeypatch.setattr(kernels, "SOURCE", broken)
-    for source, words in (
-        ("int main( {", "did not compile"),
-        ("void nowhere(); void here() { nowhere(); }", "cannot be loaded.*CXX=g"),  # as of another OpenMP than torch's
+    other = tmp_path / "other"
+    other.write_text('#!/bin/sh\n[ "$1" = --version ] && echo other || exec g++ "$@"\n')
+    other.chmod(0o755)
+    unknown = "void nowhere(); void here() { nowhere(); }"  # as of another OpenMP than torch's
+    for compiler, source, words in (
+        ("g++", "int main( {", "did not compile"),
+        (str(other), unknown, "cannot be loaded.*CXX=g"),
+        ("g++", unknown, "cannot be loaded.*: set XDG_CACHE_HOME"),  # as in a folder mounted noexec
     ):
+        monkeypatch.setenv("CXX", compiler)
         broken.write_text(source)
-        with pytest.raises(Unsupported, match=words):
+        with pytest.raises(Unsupported, match=words) as refused:
             library.__wrapped__()
+        assert "\n" not in str(refused.value)
         assert list((tmp_path / "cache" / "ddpm_lab").iterdir()) == []
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unsupported, match=r"no-such-compiler.*apt install"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -25,11 +25,12 @@ from ddpm_lab.diffusion.process import Diffusion, Network
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid, sampling_timesteps
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.training import sampling_run
+from ddpm_lab.training import sampling_run, setting
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
 from ddpm_lab.training.training import Generation
+from ddpm_lab.workload import Unsupported
 
 MEAN, DEVIATION = 0.2, 0.15
 
@@ -252,6 +253,30 @@ def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callabl
     note.unlink()
     with pytest.raises(ConfigError, match="images of another origin"):
         draw(checkpoint, 3)
+
+
+def test_kernels_that_cannot_be_had_and_an_emulated_format_are_told(
+    checkpoint: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr(Progress, "done", lambda _, text: told.append(text))
+    monkeypatch.setattr(setting, "multiplies_bf16", lambda: False)
+    group = ranks()
+    draw(checkpoint, 1, folder="able")
+    monkeypatch.setattr("ddpm_lab.diffusion.kernels.library", lacking)
+    draw(checkpoint, 1, precision="bf16")
+    draw(checkpoint, 1, compile="whole", folder="compiled")
+    assert [config.kernels for config in group.configs] == ["fused", "aten", "aten"]
+    warnings = [text for text in told if "made" not in text]
+    assert [text.split(":")[0] for text in warnings] == [
+        "precision bf16 is emulated on this processor, many times slower than fp32",
+        "plain kernels (aten) are used",
+    ]
+    assert warnings[1].endswith(": no OpenMP")
+
+
+def lacking() -> NoReturn:
+    raise Unsupported("no OpenMP")
 
 
 def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:

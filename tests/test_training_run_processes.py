@@ -1,6 +1,7 @@
 """Training runs as processes and commands: killed, stopped, and one walk through train and sample as a user would."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -20,9 +21,11 @@ from PIL import Image
 from test_training import equal
 from test_training_run import logged, steps_in
 
+from ddpm_lab.config import RunConfig
+from ddpm_lab.diffusion import kernels
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read
-from ddpm_lab.training.run_folder import RunFailed, checkpoints_in
+from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stopped
 from ddpm_lab.training.training_run import Outcome
 
@@ -138,6 +141,45 @@ def test_how_a_run_ends_is_its_exit_code(
         found, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", tmp_path)
         assert (found, out) == (code, "")
         assert err.splitlines()[-1].startswith(last)
+
+
+WITHOUT_OPENMP = '#!/bin/sh\ncase "$*" in *-fopenmp*) echo "no OpenMP" >&2; exit 1;; esac\nexec g++ "$@"\n'
+
+
+def test_kernels_that_cannot_be_had_are_left_out_unless_they_were_asked_for(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, folder, broken = list[RunConfig](), tmp_path / "run", tmp_path / "broken"
+
+    def train(config: RunConfig, *_: object, **__: object) -> Outcome:
+        ran.append(config)
+        return Outcome(step=5, checkpoint=tmp_path / "a.pt")
+
+    def warnings(*more: object) -> list[str]:
+        words = "--image-size 8 --steps 5 --device cpu --world-size 1 --output-dir"
+        code, _, err = call("train", "--data", data, *words.split(), folder, *more)
+        assert code == 0, err
+        return [line for line in err.splitlines() if "plain kernels (aten) are used" in line]
+
+    broken.write_text(WITHOUT_OPENMP)
+    broken.chmod(0o755)
+    (tmp_path / "fused.toml").write_text('kernels = "fused"\n')
+    monkeypatch.setattr(training_run, "train", train)
+    monkeypatch.setattr(kernels, "library", kernels.library.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(broken))
+    (warning,) = warnings("--no-mirror")
+    assert warning.endswith(f"did not compile with {broken}: no OpenMP")
+    assert not ran[-1].mirror
+    assert not warnings("--config", tmp_path / "fused.toml")
+    assert not warnings("--compile", "whole")
+    assert [config.kernels for config in ran] == ["aten", "fused", "aten"]
+    with RunFolder(folder) as run:  # begun where there was a compiler
+        run.write_settings(dataclasses.replace(ran[1], precision="fp32", freed_memory="default"), {"steps": 9})
+        run.checkpoint(3).touch()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert len(warnings()) == 1
+    assert (ran[-1].kernels, ran[-1].precision, ran[-1].freed_memory) == ("aten", "fp32", "default")
 
 
 @pytest.mark.slow

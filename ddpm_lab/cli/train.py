@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 from functools import partial
@@ -20,6 +21,7 @@ from ddpm_lab.output import say
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run
+from ddpm_lab.training.setting import fused_lacking
 from ddpm_lab.training.stopping import Stop
 
 TRAINED_BY = {
@@ -78,6 +80,9 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         **given(options, "held_out", "skip_bad"),
     )
     _tell_of_idle(config.device, config.world_size, progress)
+    if "kernels" not in said and (lacking := fused_lacking(config)):
+        progress.done(lacking)
+        config, said = dataclasses.replace(config, kernels="aten"), said | {"kernels"}
     chosen = config.device == "cpu" and not config.threads
     threads = config.rank_threads(cluster.training_cores() if chosen else hardware.usable_cores())
     how: dict[str, Any] = {"threads": threads, "folder": folder, "progress": progress}

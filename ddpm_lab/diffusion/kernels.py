@@ -81,11 +81,11 @@ def library() -> dict[str, Callable[..., None]]:
         _compile([compiler, *flags], path)
     try:
         loaded = ctypes.CDLL(str(path))
-    except OSError as problem:  # of a compiler whose OpenMP is not the one that torch has loaded
+    except OSError as problem:  # of a folder mounted noexec, or another OpenMP than the one that torch has loaded
         path.unlink(missing_ok=True)
-        raise Unsupported(
-            f"kernels 'fused' compiled by {compiler} cannot be loaded ({problem}): use g++ (CXX=g++)"
-        ) from None
+        gnu = "Free Software Foundation" in asked.stdout
+        advice = "set XDG_CACHE_HOME to a folder that code may be run from" if gnu else "use g++ (CXX=g++)"
+        raise Unsupported(f"kernels 'fused' compiled by {compiler} cannot be loaded ({problem}): {advice}") from None
     pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     arguments: dict[str, list[Any]] = {
         **dict.fromkeys(("group_forward", "group_forward_silu"), [pointer] * 9 + [whole] * 4 + [single, count]),
@@ -122,7 +122,8 @@ def _compile(compiler: list[str], path: Path) -> None:
         for command in ([*compiler, "-c", str(SOURCE), "-o", "kernels.o"], linking):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise Unsupported(f"kernels 'fused' did not compile with {compiler[0]}: {done.stderr.strip()[:300]}")
+                why = " ".join(done.stderr.split())[:300]
+                raise Unsupported(f"kernels 'fused' did not compile with {compiler[0]}: {why}")
         Path(folder, "kernels.so").replace(path)
 
 

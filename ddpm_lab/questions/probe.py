@@ -33,7 +33,7 @@ from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.questions.recommendation import recommendation
 from ddpm_lab.training.run_folder import CHECKPOINTS, checkpoints_in
 from ddpm_lab.training.run_folder import SETTINGS as RUN_SETTINGS
-from ddpm_lab.training.setting import OWN_DATA
+from ddpm_lab.training.setting import OWN_DATA, emulated
 from ddpm_lab.training.stopping import without_sigterm
 
 SETTINGS = ("precision", "channels_last", "kernels", "freed_memory")
@@ -71,7 +71,7 @@ def fastest(
     ``usual_settings`` has them; on a GPU, and where something is compiled, unless a search recommends others. Nothing
     fails here: a candidate that fails is out.
     """
-    open_, warning = [name for name in SETTINGS if name not in said], _emulated(config)
+    open_, warning = [name for name in SETTINGS if name not in said], emulated(config)
     if config.nodes > 1 or not open_:
         return config, warning
     if found := _before(config, open_, folder):
@@ -122,13 +122,6 @@ def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[di
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, json.dumps(every, indent=1) + "\n")
     return found, why
-
-
-def _emulated(config: RunConfig) -> str:
-    """The warning of a number format that this processor has no instructions for."""
-    if config.device != "cpu" or config.precision != "bf16" or multiplies_bf16():
-        return ""
-    return "precision bf16 is emulated on this processor, many times slower than fp32: leave it out"
 
 
 def _candidates(config: RunConfig, said: Set[str]) -> dict[str, RunConfig]:
@@ -263,12 +256,12 @@ def _sure(mine: list[float], theirs: list[float]) -> bool:
 
 
 def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig | None:
-    """The settings that a run in ``folder`` has had, where it goes on on a machine that has what they need."""
+    """``config`` in the settings that a run in ``folder`` has had; None if there is none, or its format is emulated."""
     with suppress(ValueError, OSError):
         if checkpoints_in(folder / CHECKPOINTS):
             told = read_settings(folder / RUN_SETTINGS, "--output-dir")
             found = dataclasses.replace(config, **{name: told[name] for name in open_ if name in told})
-            return None if _emulated(found) else found
+            return None if emulated(found) else found
     return None
 
 

@@ -22,7 +22,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.run_folder import RunFailed
-from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
+from ddpm_lab.training.setting import check_ranks, emulated, fused_lacking, usual_device, usual_settings
 
 GENERATION = "ddpm_lab.training.training:Generation"
 SETTINGS = "sampling.json"
@@ -60,7 +60,7 @@ def sample(
 ) -> list[Path]:
     """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
 
-    ``batch_size`` is that of each rank. On a CPU the network has fused kernels, unless it is compiled.
+    ``batch_size`` is that of each rank. On a CPU the network has fused kernels, where it can.
 
     Raises:
         ConfigError: this cannot be run here, or the folder holds images of other settings.
@@ -81,6 +81,10 @@ def sample(
     missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
     if missing:
         config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
+        if lacking := fused_lacking(config):
+            config = dataclasses.replace(config, kernels="aten")
+        for warning in filter(None, (emulated(config), lacking)):
+            progress.done(warning)
         try:
             _make(config, len(missing), count, progress)
         except LabError:

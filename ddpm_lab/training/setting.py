@@ -29,6 +29,7 @@ from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
 from ddpm_lab.processor import multiplies_bf16
+from ddpm_lab.workload import Unsupported
 
 OWN_DATA = "own-"
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -48,6 +49,10 @@ Precisions = Annotated[Sequence[str] | None, Opt("number formats", choices=PRECI
 Workers = Annotated[int | None, Opt("worker processes that decode files while they are needed", least=0)]
 
 
+FUSED_NEEDS: dict[str, Any] = {"device": "cpu", "compile": "off", "channels_last": True, "implementation": "lab"}
+"""Settings beside which fused kernels are usual."""
+
+
 def usual_settings(device: str) -> dict[str, Any]:
     """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32."""
     if device == "cuda":
@@ -61,6 +66,26 @@ def usual_settings(device: str) -> dict[str, Any]:
         kernels = "fused" if compiler("cpu")[-1] else "aten"
         own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
     return {"precision": precision, "channels_last": True, **own}
+
+
+def fused_lacking(config: RunConfig) -> str:
+    """Why fused kernels, which are usual here, cannot be compiled or loaded; empty where they can. Imports torch."""
+    if any(getattr(config, name) != value for name, value in FUSED_NEEDS.items()):
+        return ""
+    from ddpm_lab.diffusion.kernels import library  # noqa: PLC0415 - only where they are wanted
+
+    try:
+        library()
+    except Unsupported as problem:
+        return f"plain kernels (aten) are used: {problem}"
+    return ""
+
+
+def emulated(config: RunConfig) -> str:
+    """The warning of a number format that this processor has no instructions for."""
+    if config.device != "cpu" or config.precision != "bf16" or multiplies_bf16():
+        return ""
+    return "precision bf16 is emulated on this processor, many times slower than fp32: leave it out"
 
 
 def torchs_precision(device: str) -> str:

@@ -23,7 +23,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
-from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
+from ddpm_lab.training.setting import FUSED_NEEDS, check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.training.stopping import Stop, without_sigterm
 from ddpm_lab.training.tracking import TrackedTraining
 
@@ -103,8 +103,7 @@ def plan_training(
     device, said = values["device"], frozenset(values)
     choice(f"{place}: device", device, DEVICES)
     defaults = {**USUAL[device], **usual_settings(device)}
-    needed = {"compile": "off", "channels_last": True, "implementation": "lab"}
-    if any(values.get(name, value) != value for name, value in needed.items()):
+    if any(values.get(name, value) != value for name, value in FUSED_NEEDS.items()):
         del defaults["kernels"]  # fused kernels may not work with what was asked for
     values = {**defaults, **values}
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
