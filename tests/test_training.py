@@ -118,6 +118,12 @@ def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConf
     assert found["loss"] == pytest.approx(sum(found["by_time"]) / 10)
 
 
+def test_fewer_timesteps_than_ranges_have_a_loss_each(config: RunConfig) -> None:
+    found = start(dataclasses.replace(config, diffusion=DiffusionConfig(timesteps=3))).held_out_loss(draws=30)
+    assert found is not None
+    assert np.isfinite(found["by_time"]).tolist() == [True] * 3
+
+
 def test_a_look_takes_no_more_memory_than_a_step_and_gives_signs_of_life(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

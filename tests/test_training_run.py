@@ -166,6 +166,18 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     assert group.calls == [], "there is nothing left to do"
 
 
+def test_a_run_that_ends_before_its_first_average_says_so(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr(Progress, "done", lambda _, text: told.append(text))
+    for steps, said in ((9, True), (10, False)):
+        ranks()
+        run(tmp_path / str(steps), steps)
+        assert any("those of the start before step 10" in text for text in told) is said
+        told.clear()
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -22,6 +23,7 @@ from test_training import equal
 from test_training_run import logged, steps_in
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data import packed
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read
@@ -180,6 +182,12 @@ def test_kernels_that_cannot_be_had_are_left_out_unless_they_were_asked_for(
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert len(warnings()) == 1
     assert (ran[-1].kernels, ran[-1].precision, ran[-1].freed_memory) == ("aten", "fp32", "default")
+
+
+def test_a_preparation_that_is_stopped_starts_anew(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "prepare", Mock(side_effect=KeyboardInterrupt))
+    code, _, err = call("prepare", "synthetic", "somewhere")
+    assert (code, err.splitlines()[-1]) == (130, "ddpm-lab: SIGINT, nothing is kept, the same command starts anew")
 
 
 @pytest.mark.slow

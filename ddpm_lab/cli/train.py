@@ -43,6 +43,7 @@ EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
 def prepare(options: argparse.Namespace) -> int:
+    options.hint = lambda: "nothing is kept, the same command starts anew"
     how = given(options, "image_size", "held_out", "skip_bad")
     dest = expanded(options.dest)
     manifest = packed.prepare(options.source, dest, progress=partial(say, error=True), **how)

@@ -146,7 +146,7 @@ class Training(Trainer):
 
     @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
-        """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0.
+        """Loss of the averaged weights on held-out images, and of up to ten ranges of timesteps; None but on rank 0.
 
         The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are
         stratified; images take turns in a fixed random order. Timesteps, noise and images are functions of the data and
@@ -176,8 +176,9 @@ class Training(Trainer):
                 found = diffusion.prediction_loss(prediction, x0[few], times[few], noise[few])
                 losses.append(found.double().cpu())
         allow_tf32(self.config.precision == "tf32")
-        each, strata = torch.cat(losses), t * STRATA // diffusion.timesteps
-        by_time = [float(each[strata == s].mean()) for s in range(STRATA)]
+        ranges = min(STRATA, diffusion.timesteps)
+        each, strata = torch.cat(losses), t * ranges // diffusion.timesteps
+        by_time = [float(each[strata == s].mean()) for s in range(ranges)]
         return {"step": self.steps, "loss": float(each.mean()), "by_time": by_time}
 
     def draw_png(self, *, count: int, steps: int) -> str | None:

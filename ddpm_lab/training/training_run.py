@@ -205,6 +205,9 @@ def train(
         run.open_log(step)
         times, tracked = dataclasses.asdict(schedule), None
         run.write_settings(config, times, why)
+        if schedule.steps < (first := config.optimizer.ema_every):
+            of = "samples and held-out losses are of averaged weights, which are those of the start before"
+            progress.done(f"{of} step {first} (optimizer.ema_every): sample has --weights trained")
         if tracker:
             logging = TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done)
             tracked = stack.enter_context(logging)
