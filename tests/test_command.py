@@ -105,6 +105,39 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     assert summary["threads"] == 1
 
 
+READS = """
+import subprocess, torch.utils.data.dataloader
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, i): return len(open("data.json").read())
+for name in ("a.yaml", b"b.toml", "module.py", "data.txt"): open(name).close()
+try: open("none.json")
+except OSError: pass
+subprocess.run([sys.executable, "-c", "import os; os.chdir('conf'); open('child.cfg'); open('made.json', 'w')"])
+open("made.tmp", "w").close()
+os.replace("made.tmp", "renamed.ini")
+batches = iter(torch.utils.data.DataLoader(Data(), num_workers=1))
+next(batches)
+"""
+
+
+@pytest.mark.slow
+def test_files_of_settings_are_those_read_before_a_step_and_what_is_written_is_told(
+    start: Start, tmp_path: Path
+) -> None:
+    """Whichever Python process of the command opens them, but for workers of a loader."""
+    names = ("a.yaml", "b.toml", "module.py", "data.txt", "data.json", "late.json", "conf/child.cfg")
+    write(tmp_path, dict.fromkeys(names, ""))
+    group = start(before=READS, after="open('late.json').close()\nif i == 2: open('log.json', 'a').close()")
+    assert {name.removeprefix(f"{tmp_path}/") for name in group.read if name.startswith(str(tmp_path))} == {
+        *("a.yaml", "b.toml", "none.json", "conf/child.cfg"),
+    }
+    window(group, 0, 4)
+    assert not group.written
+    group.kill()
+    assert group.written == {str(tmp_path / name) for name in ("conf/made.json", "renamed.ini", "log.json")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["{python} -m pack.train", "{python} bin/train"])
 def test_the_programs_own_package_is_told_where_it_is_installed(
@@ -253,6 +286,17 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
     assert words in failed.value.reason
     group.kill()
     assert not left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given", [(), (3, None, 0), ("a.json", "r", 0), ("a.json", None, None), (None, "r", 0), ("a\0.json", "r", 0)]
+)
+def test_no_event_that_is_audited_raises(
+    given: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "FOLDER", str(tmp_path / "gone"))
+    for event in ("open", "os.rename", "import"):
+        hook.note_file(event, given)
 
 
 def test_what_is_put_into_the_script_runs_with_python_39() -> None:

@@ -51,7 +51,21 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     for name, text in {"run": "#!/bin/sh\n", "a.yaml": "", "data": "0 1 2", "b.json": "{}"}.items():
         (tmp_path / name).write_text(text)
     words = f"./run --config=a.yaml --data data b.json c.json --note {'x' * 3000}"
-    assert {Path(file).name for file in scripts.settings_named(words, tmp_path)} == {"run", "a.yaml", "b.json"}
+    named = scripts.files_named(words, tmp_path)
+    assert [file.name for file in named] == ["run", "a.yaml", "data", "b.json"]
+    assert [file.name for file in named if scripts.is_script(file)] == ["run"]
+    assert scripts.is_script(Path("no.py"))
+
+
+def test_which_files_that_a_command_reads_are_settings(tmp_path: Path) -> None:
+    listed = {".lab/work/a.json": True, ".lab/work/conf/a.json": True, ".lab/work/.a.json": True}
+    listed |= dict.fromkeys((".lab/work/.git/a.json", ".lab/work/conf/__pycache__/a.json"), False)
+    listed |= dict.fromkeys((".lab/work/env/site-packages/one/a.json", ".lab/a.json", "named/a.json"), False)
+    write(tmp_path, dict.fromkeys(listed, ""))
+    places = [tmp_path / ".lab" / "work"]
+    assert {name: scripts.is_setting(str(tmp_path / name), places) for name in listed} == listed
+    assert scripts.is_setting(str(tmp_path / "named" / "a.json"), [*places, tmp_path / "named"])
+    assert not scripts.is_setting(str(places[0] / "none.json"), places)
 
 
 def test_labels_of_long_commands_begin_where_they_differ() -> None:
@@ -105,18 +119,46 @@ def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_an_edited_script_or_file_of_settings_is_other_code(folder: Path, instrument: Instrument) -> None:
-    """But no file that the script itself writes."""
-    named = "--config=settings.yaml --log log.json"
-    config = scripts.configuration(f"{sys.executable} train.py {named}", "A", device="cpu")
-    write(folder, {"train.py": TRAIN + "    open('log.json', 'a').write('{}')\n", "settings.yaml": "width: 64"})
+    """Whether its command line names it or not; but no file that the script itself writes."""
+    config = scripts.configuration(f"{sys.executable} train.py --log log.json", "A", device="cpu")
+    train = "open('settings.yaml')\n" + TRAIN
+    write(folder, {"train.py": train + "    open('log.json', 'a').write('{}')\n", "settings.yaml": "width: 64"})
 
     def key() -> str:
         return scripts.look(config, instrument, "A")[1].key
 
     before = key()
     assert key() == before, "sets of the same code are used again"
-    write(folder, {"train.py": TRAIN})
+    write(folder, {"train.py": train})
     edited = key()
     assert edited != before
     write(folder, {"settings.yaml": "width: 128"})
     assert key() != edited
+
+
+@pytest.mark.slow
+def test_what_a_script_writes_in_a_set_is_no_edit_of_it(call: Call, folder: Path, short: None) -> None:  # noqa: ARG001
+    log = "    if made > 10: open('log.json', 'w').write(str(made))\n"  # no step of the look
+    write(folder, {"train.py": TRAIN.replace("while True", "for made in range(10**9)") + log, "log.json": "{}"})
+    run = f"{sys.executable} train.py --log log.json"
+    words = ("compare", run, f"{run} --other", "--output-dir", folder / "out", "--sets", 1)
+    ledger = folder / "out" / "trace_output" / "ledger.jsonl"
+    assert call(*words)[0] == 0
+    assert (folder / "log.json").read_text() != "{}"
+    before = ledger.read_text()
+    assert call(*words)[0] == 0
+    assert ledger.read_text() == before, "its sets are used again"
+
+
+@pytest.mark.slow
+def test_settings_of_a_revision_are_part_of_its_code(call: Call, folder: Path, short: None) -> None:  # noqa: ARG001
+    """But not those that both sides read from the same place."""
+    loads = f"import json\nown, both = (json.load(open(name)) for name in ('pause.json', '{folder}/both.json'))"
+    train = loads + TRAIN.replace("0.02", "own")
+    commit(folder, {"train.py": train, "pause.json": "0.02", "both.json": "1"})
+    write(folder, {"both.json": "2"})
+    words = ("compare", f"{sys.executable} train.py", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
+    assert "identical code" in call(*words)[1]
+    write(folder, {"pause.json": "0.04"})
+    sides = json.loads(call(*words, "--json")[1])["sides"]
+    assert [side["status"] for side in sides] == ["ok"] * 3

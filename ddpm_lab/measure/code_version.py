@@ -83,13 +83,14 @@ class CodeVersion:
     """``key`` identifies the code: the lab's sources, those of a workload that lies elsewhere, and package versions.
 
     They lie in ``tree``; None is wherever this process finds them. ``beside`` is the version of a revision that is
-    measured in the same sets: the key then covers both.
+    measured in the same sets: the key then covers both. What commands have ``written`` themselves is no edit.
     """
 
     key: str
     sources: Mapping[str, Source] = field(default_factory=dict)
     tree: Tree | None = None
     beside: CodeVersion | None = None
+    written: set[str] = field(default_factory=set, compare=False)
 
     @property
     def modules(self) -> dict[str, str]:
@@ -110,7 +111,8 @@ class CodeVersion:
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if a source is another by now: ranks load them when they start, each for itself."""
-        if edited := sorted(name for name, source in self.sources.items() if _hash(source.file) != source.sha256):
+        sources = {name: source for name, source in self.sources.items() if source.file not in self.written}
+        if edited := sorted(name for name, source in sources.items() if _hash(source.file) != source.sha256):
             raise ConfigError(
                 f"the code was edited ({', '.join(edited)}) since this process loaded it, and what ran last is not "
                 "kept: start it again"

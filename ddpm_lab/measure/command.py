@@ -64,8 +64,9 @@ class _Peer:
 class CommandGroup:
     """The processes of one command line; of several ranks it reports as if they were one, the slowest.
 
-    It runs in the working folder, or in the first one of a ``tree``. What it prints is appended to ``log``. Raises
-    GroupFailed where it ends, or ``limits`` are over, before a step of an optimizer.
+    It runs in the working folder, or in the first one of a ``tree``. What it prints is appended to ``log``. ``read``
+    has the files of settings that it opened before its first step; those that it wrote are added to ``written``, when
+    it has ended. Raises GroupFailed where it ends, or ``limits`` are over, before a step of an optimizer.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class CommandGroup:
         log: Path,
         limits: Limits,
         tree: Tree | None = None,
+        written: set[str] | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.written = set() if written is None else written
         self.limits, self.progress, self.log = limits, progress, log
         begun = time.monotonic()
         self._peers: list[_Peer] = []
@@ -96,10 +99,18 @@ class CommandGroup:
                 folder, environment = tree.folders[0] if tree else None, self._environment(config, threads)
                 self._process = guarded(["sh", "-c", config.command], output, cwd=folder, env=environment)
             self._gather()
+            self.read = self._opened("r")
         except BaseException:
             self.kill()
             raise
         self.start_seconds = self.build_seconds = time.monotonic() - begun
+
+    def _opened(self, way: str) -> set[str]:
+        """Files that a Python process of the command has listed (``hook.note_file``)."""
+        with contextlib.suppress(OSError):
+            listed = os.fsdecode((self.folder / "opened").read_bytes()).split("\0")
+            return {line[1:] for line in listed if line[:1] == way}
+        return set()
 
     def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
         path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
@@ -225,6 +236,7 @@ class CommandGroup:
         if self._process is not None:
             end_guarded(self._process)
             self._process = None
+            self.written |= self._opened("w")
         for peer in (*self._peers, *self._strangers):
             peer.link.close()
         self._listener.close()

@@ -21,10 +21,13 @@ from typing import Any
 FOLDER = os.environ.get("DDPM_LAB_TURNS", "")
 OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
+SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")  # how names of files of settings end
 
 
 class Turns:
     """The steps of this process, and whoever tells it when to make them."""
+
+    stepping = False  # whether this process has made one
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -84,6 +87,7 @@ class Turns:
         return [p for group in self.taken.param_groups for p in group["params"]]
 
     def _greet(self) -> None:
+        Turns.stepping = True
         from multiprocessing.connection import Client  # noqa: PLC0415 - it takes long, and torch has done so by now
 
         self._find_devices()
@@ -201,6 +205,35 @@ class Turns:
             os._exit(1)
 
 
+listed: set[tuple[str, Path]] = set()
+
+
+def note_file(event: str, given: Any) -> None:
+    """Called by Python at each event that can be audited, within the script: quick, and it never raises.
+
+    A file of settings is listed that the process reads before its first step, or that it ever writes.
+    """
+    if event != "open" and event != "os.rename":  # noqa: PLR1714 - nothing is quicker
+        return
+    try:
+        renamed = event == "os.rename"
+        name = os.fsdecode(given[renamed])
+        if name.endswith(SETTINGS):
+            _list("w" if renamed or given[2] & (os.O_WRONLY | os.O_RDWR) else "r", Path(name).absolute())
+    except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
+        pass
+
+
+def _list(way: str, file: Path) -> None:
+    # What a worker of a loader reads is data.
+    worker = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
+    if (way, file) not in listed and not (way == "r" and (Turns.stepping or worker)):
+        listed.add((way, file))
+        line = os.fsencode(f"{way}{file.parent.resolve() / file.name}\0")
+        with Path(FOLDER, "opened").open("ab") as opened:
+            opened.write(line)
+
+
 def resident_bytes(kind: str) -> Any:
     """Memory of this process by its name in the kernel's table; None where a sandbox does not list it."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -298,5 +331,6 @@ def chain() -> None:
 
 
 if FOLDER:
+    sys.addaudithook(note_file)
     sys.meta_path.insert(0, Torch())
     chain()

@@ -115,7 +115,8 @@ class Seat:
         how: dict[str, Any] = {"limits": instrument.limits, "progress": self.say, "tree": code.tree}
         how["threads"] = config.rank_threads(instrument.usable_cores)
         if config.command:  # it has all that a set asks of a group
-            self.group = group = cast(Group, CommandGroup(config, log=log_of(instrument.cache, config), **how))
+            how |= {"log": log_of(instrument.cache, config), "written": code.written}
+            self.group = group = cast(Group, CommandGroup(config, **how))
         else:
             self.group = group = Group(config, environment=self._compile_cache(), modules=code.modules, **how)
         self._add("start", group.start_seconds - group.build_seconds)

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion, Source, Tree, in_repository, is_library, source_of
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -38,8 +38,7 @@ LONGEST_LABEL = 60
 LONG_STEP = 5.0
 MOST_FILES = 20_000  # entries of the working folder that are looked at for files that were written meanwhile
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
-SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".py")
-"""How the names of files end that a command line may name, and that say what it does; others begin with ``#!``."""
+SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -73,19 +72,28 @@ def labels(one: str, two: str) -> tuple[str, str]:
     return (one, two) if one != two else (one, f"{two} (candidate)")
 
 
-def settings_named(command: str, folder: Path) -> dict[str, Source]:
-    """The files of settings that a command line names, as they are now: another one is other work."""
+def files_named(command: str, folder: Path) -> list[Path]:
+    """The files that a command line names."""
     words: list[str] = []
     with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
         words = [word.rpartition("=")[2] for word in shlex.split(command)]
-    files = [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
-    return {str(f): source_of(str(f)) for f in files if f.name.endswith(SETTINGS) or _is_script(f)}
+    return [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
 
 
-def _is_script(file: Path) -> bool:
+def is_script(file: Path) -> bool:
+    if file.name.endswith(SCRIPTS):
+        return True
     with contextlib.suppress(OSError), file.open("rb") as opened:
         return opened.read(2) == b"#!"
     return False
+
+
+def is_setting(file: str, places: Iterable[Path]) -> bool:
+    """Whether a file that a command has read lies below one of some places, in no hidden folder and no library."""
+    # Of what does not lie below, the first part is "..".
+    folders = [Path(os.path.relpath(file, place)).parts[:-1] for place in places]
+    below = any(not any(part[0] == "." or part == "__pycache__" for part in parts) for parts in folders)
+    return below and Path(file).is_file() and not is_library(file)
 
 
 def look(
@@ -93,15 +101,18 @@ def look(
 ) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
     """Start a command, let it make some steps, and end it: its configuration, its code, and what it says of itself.
 
-    That has the ``files`` it loaded from outside of libraries, without those that only its command line names.
+    That has the ``files`` it loaded from outside of libraries. To its code belong also the scripts that its command
+    line names, and the files of settings that it read in this folder or beside a file that its command line names.
     Raises ConfigError, with its last lines, where it does not get so far.
     """
     command, log = config.command, log_of(instrument.cache, config)
     how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
-    named = settings_named(command, Path(tree.folders[0]) if tree else Path.cwd())
+    here, written = Path(tree.folders[0]) if tree else Path.cwd(), instrument.code.written
+    named = files_named(command, here)
+    scripts = {str(file): source_of(str(file)) for file in named if is_script(file)}
     try:
         how["progress"] = lambda text: instrument.progress(f"{command}: {text}")
-        group = CommandGroup(config, log=log, tree=tree, **how)
+        group = CommandGroup(config, log=log, tree=tree, written=written, **how)
         try:
             group.window(settle=1, steps=2, limit=instrument.limits.build_seconds, stage="looking at it")
             seen = group.witness()[0]
@@ -118,13 +129,16 @@ def look(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
         )
-    sources = {file: source_of(file) for file in group.files}
+    places = {place.resolve() for place in (here, Path.cwd(), *(file.parent for file in named))}
     # What the command has written itself by now is none of its settings.
-    sources |= {file: source for file, source in named.items() if source_of(file) == source}
+    settings = sorted(file for file in group.read - written if is_setting(file, places))
+    sources = {file: source_of(file) for file in (*group.files, *settings)}
+    sources |= {file: source for file, source in scripts.items() if source_of(file) == source}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     key = digest([instrument.code.key, seen["python"], seen["versions"], seen["threads"], held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
-    return dataclasses.replace(config, device=device), CodeVersion(key, sources, tree), {**seen, "files": mine}
+    code = CodeVersion(key, sources, tree, written=written)
+    return dataclasses.replace(config, device=device), code, {**seen, "files": mine}
 
 
 def compare_commands(
@@ -165,7 +179,7 @@ def compare_commands(
                 f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
                 "imports by its own folder, and no installed package"
             )
-        if tree and not always and _contents(code, tree.folders[0]) == _contents(beside, str(Path.cwd().resolve())):
+        if tree and not always and _contents(code, Path.cwd()) == _contents(beside, Path.cwd()):
             return None
         if not quiet:
             for line in unequal(ran, other, images):
@@ -198,9 +212,14 @@ def _revision(against: str | None) -> Iterator[Tree | None]:
         yield Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
 
 
-def _contents(code: CodeVersion, root: str) -> set[tuple[str, str]]:
-    own = {file: source for file, source in code.sources.items() if not is_library(file)}
-    return {(os.path.relpath(file, root), source.sha256) for file, source in own.items()}
+def _contents(code: CodeVersion, here: Path) -> set[tuple[str, str]]:
+    """Each file and its hash; a file of a revision bears the name of its counterpart ``here``."""
+
+    def name(file: str) -> str:
+        there = os.path.normpath(here / os.path.relpath(file, code.tree.folders[0] if code.tree else here))
+        return there if code.tree is None or Path(there).is_relative_to(code.tree.apart) else file
+
+    return {(name(file), source.sha256) for file, source in code.sources.items() if not is_library(file)}
 
 
 def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
