@@ -107,6 +107,18 @@ def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
     return _read(_record, (head[:3] for head in heads))
 
 
+def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Records without those that are there again, as in a ledger and what was published of it: the first one stays."""
+
+    def mark(r: RunRecord) -> tuple[object, ...]:
+        """What tells it from others: names of files and hosts, which are left out of what is published, cannot."""
+        place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
+        return (*place, r.machine.key, r.code_version, r.plan.key, str(r.stages))
+
+    first = {mark(r): r for r in reversed(records)}
+    return [r for r in records if first[mark(r)] is r]
+
+
 def _record(_path: Path, _number: int, text: bytes) -> RunRecord:
     return RunRecord.from_dict(_values(text))
 
@@ -179,8 +191,8 @@ def _made(kind: type[T], text: str) -> T:
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
     """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
 
-    A record that is there again, as in a ledger and what was published of it, counts once: the first one.
-    Raises LedgerError if a file does not exist, or has lines and none of them is a record.
+    A record that is there again counts once (``distinct``). Raises LedgerError if a file does not exist, or has lines
+    and none of them is a record.
     """
     heads: list[Head] = []
     damaged: list[Damaged] = []
@@ -194,14 +206,7 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))
-
-    def mark(r: RunRecord) -> tuple[object, ...]:
-        """What tells it from others: names of files and hosts, which are left out of what is published, cannot."""
-        place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
-        return (*place, r.machine.key, r.code_version, r.plan.key, str(r.stages))
-
-    first = {mark(r): r for r in reversed(records)}
-    return [r for r in records if first[mark(r)] is r], damaged + bad
+    return distinct(records), damaged + bad
 
 
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:

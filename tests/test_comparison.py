@@ -190,11 +190,17 @@ def test_the_other_way_round_is_another_comparison_and_ends_by_itself(tmp_path: 
     """A gate would pass what is slower by what was measured with the sides exchanged."""
     pair = (RunConfig(threads=1), RunConfig(threads=1, precision="bf16"))
     how: dict[str, Any] = {"output": tmp_path, "quiet": True, "code": code_version()}
+    Ledger(tmp_path / LEDGER).append(
+        make.on(hardware.machine(), make.trials({"bf16": (RunConfig(precision="bf16"), 0.0)}, seeds=3))
+    )
     for (one, two), ratio, name in ((pair, 1.5, "bf16"), (pair[::-1], 1 / 1.5, "fp32")):
         planned = plan_pair((one, two), ("other", name), **how)
         made = make.on(hardware.machine(), make.sets({name: (two, ratio)}, baseline=one, experiment="compare"))
-        Ledger(tmp_path / LEDGER).append([dataclasses.replace(r, code_version=planned.cohort[1]) for r in made])
+        for _ in range(2):  # what is there twice counts once
+            Ledger(tmp_path / LEDGER).append([dataclasses.replace(r, code_version=planned.cohort[1]) for r in made])
+        assert len([r for r in study_of(planned.renewed()).records if r.role == "twin"]) == 6
         shown = study_of(planned.renewed())
+        assert len(shown.trials) == 6, "which are of neither"
         assert answer(shown).finding.ratio == pytest.approx(ratio, rel=0.02)
     assert not planned.campaign.target.exact, "it ends where its resolution is reached"
 

@@ -129,6 +129,8 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
         reason="this machine has 1 GPU",
     )
     assert answer(make.study([single])).finding.headline == "Left out: 2 GPUs (this machine has 1 GPU)"
+    broken = replace(single, role="cold", label="compiled", status="failed", reason="no ptxas")
+    assert answer(make.study([single, broken])).finding.headline == "Nothing can be compared, since compiled failed"
 
 
 def test_what_needs_more_cores_than_were_free_says_so() -> None:
@@ -318,3 +320,6 @@ def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -
         large = RunConfig(network=network, global_batch_size=64)
         study = make.study(make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large))
         assert findings.how_to_judge(study, answer(study).finding, trains=True) == told
+    few = make.trials({"bf16": (BF16, 0.0)}, seeds=2)
+    tried = make.study([*make.sets({"bf16": (BF16, 1.5)}), *few])
+    assert findings.how_to_judge(tried, answer(tried).finding, trains=True).endswith(" --seeds 8")

@@ -289,6 +289,7 @@ SLOWER = page("multi_gpu", "2 ranks are slower", verdict="slower")
 OPEN = page("amp", "No clear answer", status="inconclusive", way_out="ddpm-lab run amp")
 UNJUDGED = page("torch_compile", "Compiled is faster", quality="quality not measured", way_out="ddpm-lab run")
 TOLD = page("recommendation", "Compiled is faster; quality not measured", status="quality not shown", way_out="it")
+UNDECIDED = "Compiled is faster; quality not measured: no command decides it yet"
 FEW = page("recommendation", "Too few sets", status="too few sets", way_out="make report")
 
 
@@ -298,6 +299,7 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
         ([page("amp", "bf16 is 50 % faster"), USE], [("Use", ["bf16"])]),
         ([SLOWER, USE], [("Use", ["bf16"]), ("No gain", ["2 ranks are slower"])]),
         ([UNJUDGED, USE], [("Use", ["bf16"]), ("Open", ["Compiled is faster; quality not measured: ddpm-lab run"])]),
+        ([replace(UNJUDGED, finding={**UNJUDGED.finding, "way_out": ""})], [("Open", [UNDECIDED])]),
         ([UNJUDGED, TOLD], [("Open", ["Compiled is faster; quality not measured: it"])]),
         ([OPEN], [("Open", ["No clear answer: ddpm-lab run amp"])]),
         ([page("exchange", "Every candidate failed", status="failed")], [("Open", ["Every candidate failed"])]),

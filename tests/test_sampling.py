@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from ddpm_lab.training import sampling_run, setting
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
-from ddpm_lab.training.training import Generation
+from ddpm_lab.training.training import Generation, generate
 from ddpm_lab.workload import Unsupported
 
 MEAN, DEVIATION = 0.2, 0.15
@@ -293,6 +294,13 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
             draw(checkpoint, count, **more)
     assert group.configs == []
     assert not (checkpoint.parent / "images").exists()
+
+
+def test_no_two_images_of_a_seed_begin_with_the_same_noise() -> None:
+    """These two numbers have the same 32 bits, which are all that a generator of torch takes."""
+    evaluate = SimpleNamespace(config=RunConfig(image_size=8), device=torch.device("cpu"))
+    first, second = generate(cast(Any, evaluate), [], [2912, 57954], print)
+    assert not torch.equal(first, second)
 
 
 # One rank's share

@@ -224,6 +224,8 @@ def _nothing_to_compare(
     unusable = [r for r in bases if not r.sets and not r.mechanism_only and r.status not in _SOUND]
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
     last = next((r for r in reversed(study.records) if r.status not in _SOUND), None)
+    missing = [r for r in others if (r.status, r.config.device, r.mechanism_only) == ("left out", "cuda", False)]
+    gone = [(_named(r, rows), r.reason) for r in missing]
     status, about = FAILED, None
     if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
         status, notes = quality.NOT_MEASURED, (f"{whole.reason}.",)
@@ -235,7 +237,7 @@ def _nothing_to_compare(
         headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
     elif failed:
         headline = f"Every candidate failed: {_labels(failed)}"
-    elif gone := [(_named(r, rows), r.reason) for r in others if r.config.device == "cuda"]:  # as with a single GPU
+    elif gone and last is None:  # as with a single GPU
         status, headline = quality.NOT_MEASURED, listed("Left out", gone).removesuffix(".")
         notes = tuple(note for note in notes if note != f"{headline}.")
     elif hidden:
@@ -259,7 +261,8 @@ def _labels(rows: Sequence[Comparison]) -> str:
 
 def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
-    if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
+    unknown = found.quality == f"quality {QUALITY}" or found.quality.startswith(f"quality {quality.NOT_ENOUGH}")
+    if not trains or study.experiment == "peers" or not found.sets or not unknown:
         return ""
     rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
     return judging(study, command_of(study, lead(rows)), rows[0].baseline) if rows else ""
@@ -349,6 +352,8 @@ def way_out_of(study: Study, row: Comparison) -> str:
     if row.answered or row.role != "candidate":
         return ""
     typed = command_of(study, row)
+    if row.experiment == "compare" and not row.sets_needed > row.sets and row.verdict != stats.TOO_FEW:
+        return f"{typed} --resolution {phrases.share(row.resolution / 2).replace(' ', '')}"  # where it has ended
     if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets or row.experiment == "bottleneck":
         return typed
     if row.minutes_needed > 120:

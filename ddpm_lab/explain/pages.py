@@ -99,10 +99,12 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     ways: dict[str, list[str]] = {}
     for page in (*last, *others):
         judged = str(page.finding.get("quality", ""))
-        unjudged = page.finding.get("verdict") == FASTER and judged.startswith(_UNJUDGED) and page in others
-        if page.kind != ANSWERED or (unjudged and not any(told.startswith(page.headline) for told in ways)):
+        unjudged = page.finding.get("verdict") == FASTER and judged.startswith(_UNJUDGED)
+        told_before = page in last or any(told.startswith(page.headline) for told in ways)
+        if page.kind != ANSWERED or (unjudged and not told_before):
+            way = page.finding.get("way_out") or "no command decides it yet" * unjudged
             told = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
-            ways.setdefault(told, []).extend(filter(None, [page.finding.get("way_out")]))
+            ways.setdefault(told, []).extend([way] * bool(way))
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],

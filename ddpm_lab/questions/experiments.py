@@ -27,7 +27,7 @@ from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about, machine_key, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder, read_settings
-from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
+from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
@@ -130,9 +130,10 @@ def study_of(measured: Planned) -> Study:
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
+    records = distinct(records)
     configurations, output = measured.experiment.configurations, measured.output
     if name == "compare":  # where each of the two may have been the other's baseline before
-        records = [r for r in records if r.role == LOOK or r.baseline_id == configurations[0].run_id]
+        records = [r for r in records if r.role in (LOOK, TRIAL) or r.baseline_id == configurations[0].run_id]
     ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
         study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)

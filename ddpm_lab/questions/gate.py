@@ -207,7 +207,7 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     text = f"{pair.format('may be')} by up to {most}, {allowed}"
     if ratio.low > least:
         text = f"the repeated baseline differs from itself by up to {phrases.share(row.noise.apart - 1)}"
-    return _said(stats.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
+    return _said(stats.INCONCLUSIVE, f"{text}: give a smaller --resolution, more --minutes or a quieter machine")
 
 
 def _said(status: str, text: str) -> Outcome:

@@ -285,7 +285,7 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
 def _key(config: RunConfig, said: Set[str], threads: int) -> str:
     """What has to be equal for what was found to be used again: machine, code, shapes, threads, what was said."""
     alike: dict[str, Any] = {"purpose": "timing", "workload": TRAINING}
-    neutral = dataclasses.replace(config, data="", data_sha256="", seed=0, options=(), **alike)
+    neutral = dataclasses.replace(config, data="", data_sha256="", seed=0, mirror=True, options=(), **alike)
     given = sorted(name for name in SETTINGS if name in said)
     code = hashlib.sha256()
     for path in sorted((Path(__file__).parents[1] / "diffusion").rglob("*.*")):

@@ -316,7 +316,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         why = f"the only gains are in {phrases.joined(formats)}, which is itself {known}"
     headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
-    status = stats.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
+    status = stats.INCONCLUSIVE if unknown and len(unknown) == sum(c.primary for c in rows) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
 
 
