@@ -40,6 +40,11 @@ for name; do
 done
 [ -n "$python" ] || stop "no usable Python ($reason): install CPython 3.11, 3.12 or 3.13, or name one with PYTHON=/path/to/python3."
 
+case ${TORCH:-} in
+  "" | installed | locked | cpu | cu[0-9]*) ;;
+  *) stop "TORCH is $TORCH: give installed, cu126 or another version of CUDA, cpu, or locked." ;;
+esac
+
 if [ "${TORCH:-}" = installed ]; then
   look='
 from importlib import metadata, util

@@ -40,7 +40,7 @@ from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.declared import flag
 from ddpm_lab.explain.selection import study
 from ddpm_lab.files import LEDGER, NOT_IN_FILES, configuration, read_settings, settings_text
-from ddpm_lab.ledger import read_all
+from ddpm_lab.ledger import Ledger, read_all
 from ddpm_lab.output import prepare_streams
 from ddpm_lab.questions.ask import answer, questions
 from ddpm_lab.record import OtherSchemaError
@@ -157,7 +157,7 @@ def test_lines_of_ledgers(attack: Any, tmp_path: Path) -> None:
         lines = [line for text in rng.sample(texts, 50) for line in (text.encode(), broken(rng, text))]
         path.write_bytes(b"\n".join(lines))
         with contextlib.suppress(OtherSchemaError):
-            records, damaged = read_all([path])
+            records, damaged = Ledger(path).read()
             assert len(records) >= 50
             assert all(str(d) for d in damaged)
         return 50

@@ -102,6 +102,8 @@ def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: A
         "seed": [-1],
         "network": ["big"],
         "image_sizes": [[]],
+        "oversubscribe": ["false"],
+        "skip_bad": ["false"],
         "preset": ["huge"],
     }
     for name, values in wrong.items():

@@ -135,3 +135,15 @@ def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_
     for function, words in functions:
         with pytest.raises(TypeError, match=words):
             make(function)
+
+
+def test_an_interrupt_while_the_fork_server_imports_is_the_parents() -> None:
+    """Ctrl-C reaches every process of a terminal; it would end in the traceback of an import."""
+    code = (
+        "import signal, ddpm_lab.measure.process as process\n"
+        "process.MODULES = ()\n"
+        "import ddpm_lab.measure.preload\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

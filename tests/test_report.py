@@ -187,7 +187,10 @@ def test_pages_of_an_earlier_report_stay_and_are_marked(tmp_path: Path) -> None:
     states = [(page.name, page.state, page.earlier) for page in result.pages.values()]
     assert states == [("01_a", "done", True), ("02_b", "failed", False)]
     assert result.exit_code == 1
-    assert "from an earlier run" in (result.folder / "index.html").read_text()
+    index = (result.folder / "index.html").read_text()
+    assert "from an earlier run" in index
+    earlier = replace(result.pages["01_a"], finding={"training": "seed network", "data": "9 images"})
+    assert earlier.facts[-2:] == ["seed network", "9 images"], "which this report need not be about"
     result, _ = run([first], tmp_path / "out")
     assert result.exit_code == 0, "a failure of an earlier report is not one of this report"
 

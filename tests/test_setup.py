@@ -84,6 +84,7 @@ def test_what_cannot_work_is_refused_before_any_download(machine: Machine) -> No
     refused("/no/such/python", PYTHON="/no/such/python")
     machine.python("python3", f'case "$2" in *torchvision*) exec "{sys.executable}" -S "$@" ;; esac')  # and no packages
     refused("needs torch 2.11 or newer", "found for torch", TORCH="installed")
+    refused("TORCH is cuda: give", TORCH="cuda")
     (machine.bin / "python3").unlink()
     refused("python3", "not found")
     machine.python("python3")

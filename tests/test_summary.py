@@ -76,6 +76,9 @@ def test_what_a_run_of_several_devices_is_compared_with() -> None:
     assert summary.compared(found)[5].note.startswith("weak scaling")
     assert gains([row(100.0, epoch_seconds=10.0), row(24.0, gpus=2, epoch_seconds=6.0)]) == [pytest.approx(10 / 6)]
     assert gains([row(100.0), row(24.0, gpus=2, epoch_seconds=None)]) == [None]
+    old, new = {"hardware": "Old GPU"}, {"hardware": "New GPU"}
+    assert gains([row(40.0, **old), row(30.0, **new), row(15.0, gpus=2, **new)]) == [pytest.approx(2.0)]
+    assert gains([row(40.0, **old), row(2.5, gpus=8, **new)]) == [None], "the new one alone is not known"
 
 
 # --- records and folders ---------------------------------------------------------------------------------------------

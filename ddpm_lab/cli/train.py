@@ -100,7 +100,8 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal.Signals(stop.number).name}, saved after step {outcome.step:,}"
         say(f"{where}: the same command goes on from there", error=True)
         return 128 + stop.number
-    summary.tell([summary.of_training(config, folder, watch.state.get("gpu_utilisation_percent"))])
+    busy = watch.state.get("gpu_utilisation_percent")
+    summary.tell([summary.of_training(config, folder, busy, hardware.machine())])
     say(outcome.checkpoint)
     return 0
 

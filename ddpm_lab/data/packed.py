@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.data import archives, synthetic
 from ddpm_lab.data.folder import DECODING_RULE, DataError, ImageFile, Progress, decode_files, fingerprint, list_images
 from ddpm_lab.declared import Opt, parsed, reader
@@ -265,6 +265,7 @@ class _Job(NamedTuple):
 def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> _Job:
     if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
         raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
+    choice("skip_bad", skip_bad, (True, False))  # papermill hands on "false" as a text
     if str(source) == SYNTHETIC:
         kind, path = "synthetic", Path(SYNTHETIC)
     else:

@@ -84,6 +84,7 @@ class Page:
             " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
             self.finding.get("quality"),
             f"preset {self.preset}" if self.preset and self.earlier else None,
+            *([self.finding.get("training"), self.finding.get("data")] if self.earlier else []),
         ]
         return [str(piece) for piece in pieces if piece]
 

@@ -43,13 +43,14 @@ def finding(answer: Answer) -> None:
     last = study.records[-1] if study.records else None
     bases = [r.config for r in study.records if r.role == "baseline"]
     networks = list(dict.fromkeys(config.network for config in bases if config.workload == DDPM))
+    own = phrases.joined(list(dict.fromkeys(config.work_name for config in bases if config.is_own)))
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
         **{name: getattr(found, name) for name in (*told, "notes", "published")},
         "evidence": " \N{MIDDLE DOT} ".join(rests_on),
         "data": last.data_name if last else "",
-        "training": f"{phrases.joined(networks)} network" if networks else "",  # of the lab's own trainer
+        "training": f"{phrases.joined(networks)} network" if networks else own,
         "code_version": last.code_version if last else "",
         "way_out": found.way_out or how,
     }

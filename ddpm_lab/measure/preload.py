@@ -13,6 +13,7 @@ from ddpm_lab.measure.code_version import PACKAGE, loaded
 from ddpm_lab.measure.guard import PR_SET_PDEATHSIG, adopt, end_below, prctl
 from ddpm_lab.measure.process import MODULES, SAFE_PATH, sweep
 
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, as it is later on
 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
 for name in MODULES:
     with contextlib.suppress(ImportError):

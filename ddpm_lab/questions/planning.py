@@ -110,6 +110,7 @@ class Settings:
         if self.image_sizes is not None:
             several("image_sizes", self.image_sizes)
         whole("seed", self.seed, 0)
+        choice("oversubscribe", self.oversubscribe, (True, False))
         if self.workload is not None:
             names = ("data", "held_out", "skip_bad", "network", "image_size", "image_sizes")
             setting.check_brought(self.workload, {name: getattr(self, name) for name in names})

@@ -80,16 +80,12 @@ def report(
     """
     if minutes is not None and not (number(minutes) and minutes > 0):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
-    budget = preset_called(preset).minutes if minutes is None else minutes
     extra = dict(parameters or {})
-    options = {
-        "preset": preset,
-        "data": data,
-        "held_out": held_out,
-        "network": network,
-        "workload": extra.pop("workload", workload),
-        "output_dir": None if output_dir is None else str(output_dir),
-    }
+    given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
+    options = {name: extra.pop(name, value) for name, value in {**given, "output_dir": output_dir}.items()}
+    preset, data, held_out, output_dir = (options[name] for name in ("preset", "data", "held_out", "output_dir"))
+    options["output_dir"] = None if output_dir is None else str(output_dir)
+    budget = preset_called(preset).minutes if minutes is None else minutes
     values = _values(choose(notebooks), options, extra, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook

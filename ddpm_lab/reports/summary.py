@@ -31,7 +31,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.output import say
 from ddpm_lab.plan import scaling
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.record import Amount, Count, RunRecord, crowded_sets
+from ddpm_lab.record import Amount, Count, Machine, RunRecord, crowded_sets
 from ddpm_lab.training.run_folder import name_of, trained
 
 LOGS = "slurm-*.out"
@@ -59,7 +59,8 @@ class Summary:
     ``seconds`` is the time spent in training steps, ``epoch_seconds`` that of 50,000 images, ``loss`` the lowest
     held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was read: a
     file, a run's folder or a ledger. ``speed_up`` is over a single device, ``efficiency`` that over the number of
-    devices, ``rating`` its name. ``note`` is what a reader must know of it.
+    devices, ``rating`` its name. ``hardware`` is the GPU or the processor that computed, where that is known. ``note``
+    is what a reader must know of it.
     """
 
     job_id: str | None = None
@@ -75,6 +76,7 @@ class Summary:
     speed_up: Amount | None = None
     efficiency: Amount | None = None
     rating: str = ""
+    hardware: str = ""
     note: str = ""
     log: str = ""
 
@@ -115,11 +117,11 @@ class Summary:
 # --- where summaries come from ---------------------------------------------------------------------------------------
 
 
-def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
+def of_training(config: RunConfig, folder: Path, gpu_percent: float | None, machine: Machine | None = None) -> Summary:
     """The summary of a training run from its folder: all its steps, and the speed of those in its last settings."""
     steps, seconds, of_step, best = trained(folder, config.global_batch_size)
     known = {"loss": best, "gpu_percent": gpu_percent, "steps": steps, "job_id": os.environ.get("SLURM_JOB_ID")}
-    found = _summary(config, seconds, steps * config.global_batch_size, **known)
+    found = _summary(config, seconds, steps * config.global_batch_size, machine=machine, **known)
     epoch = PROJECTED_IMAGES * of_step / config.global_batch_size
     return dataclasses.replace(found, epoch_seconds=None if math.isnan(epoch) else epoch)
 
@@ -173,6 +175,7 @@ def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
         sum(w.seconds for w in windows) if windows and claimed else None,
         sum(w.images for w in windows),
         loss=min(losses, default=None),
+        machine=records[-1].machine if records else None,
         gpu_percent=fmean(busy) if busy else None,
         note="" if claimed else MECHANISM,
         job_id=_job(records),
@@ -184,8 +187,10 @@ def _job(records: Sequence[RunRecord]) -> str | None:
     return next((r.environment.slurm_job_id for r in reversed(records) if r.environment.slurm_job_id), None)
 
 
-def _summary(config: RunConfig, seconds: float | None, images: int, **values: Any) -> Summary:
+def _summary(config: RunConfig, seconds: float | None, images: int, machine: Machine | None, **values: Any) -> Summary:
+    kinds = (*(machine.gpus if config.device == "cuda" else ()), machine.cpu) if machine else ("",)
     return Summary(
+        hardware=kinds[0],
         configuration=name_of(config),
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,
@@ -254,22 +259,23 @@ def _text(record: RunRecord) -> str:
 def compared(runs: Sequence[Summary]) -> list[Summary]:
     """The runs, with what several devices gain over one in jobs that ran apart.
 
-    The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
-    scaling) that with the batch of each device.
+    The baseline ran on one device of the same kind, a GPU or a rank of a processor, and has the same configuration, or
+    (weak scaling) that with the batch of each device.
     """
-    alone: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    alone: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
     for run in runs:
         if run.epoch_seconds and run.devices == 1:
-            alone[bool(run.gpus), run.configuration or ""].append(run.epoch_seconds)
+            alone[bool(run.gpus), run.hardware, run.configuration or ""].append(run.epoch_seconds)
     return [_gain(run, alone) if run.epoch_seconds and (run.devices or 1) > 1 else run for run in runs]
 
 
-def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[float]]) -> Summary:
+def _gain(run: Summary, alone: Mapping[tuple[bool, str, str], Sequence[float]]) -> Summary:
     gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
     per_device = re.sub(r"\bbatch (\d{1,9})\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
-    gain, told = dict[str, Any](), f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
+    alike = f"{'GPU' if gpu else 'CPU rank'}{' of this kind' if run.hardware else ''}"
+    gain, told = dict[str, Any](), f"no run of this configuration on a single {alike}"
     for key, kind in ((name, ""), (per_device, "weak scaling; ")):
-        if not gain and (times := alone.get((gpu, key))) and run.epoch_seconds:
+        if not gain and (times := alone.get((gpu, run.hardware, key))) and run.epoch_seconds:
             ratio, told = geometric_mean(times) / run.epoch_seconds, f"{kind}not paired, so without an interval"
             gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
