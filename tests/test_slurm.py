@@ -73,8 +73,8 @@ def test_each_task_gets_its_words(work: Path, tmp_path: Path) -> None:
         expected = ["-m", "ddpm_lab", "run", f"--output-dir=slurm-{42 + task}", "amp", "--data", ODD, *own]
         assert json.loads(log.read_text()) == expected
     for task, first in ((2, 0), (1, 1)):  # one too many, and an array that begins at 1
-        log = job(50 + task, *words, python=lab, task=task, first=first).read_text()
-        assert log == f"slurm.sh: 2 parts begin with --, and this is task {task}: give --array=0-1\n"
+        said = job(50 + task, *words, python=lab, task=task, first=first).read_text()
+        assert said == f"slurm.sh: 2 parts begin with --, and this is task {task}: give --array=0-1\n"
     alone = json.loads(job(7, "train", "--steps", 5, python=lab).read_text())
     assert alone == ["-m", "ddpm_lab", "train", "--output-dir=slurm-7", "--steps", "5"]
     assert not (work / "made").exists()

@@ -137,7 +137,8 @@ def benchmark(options: argparse.Namespace) -> int:
     study = benchmark.of_last(experiments.run("multi_gpu", ledger=source, machine=machine).study)
     found = benchmark.rows(study)
     if not found:
-        say(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", error=True)
+        where = ", ".join(map(str, source)) if isinstance(source, list) else source
+        say(f"ddpm-lab: {where} holds no records of one GPU or rank beside several", error=True)
         return 1
     written = benchmark.write(study, folder)
     if options.json:
