@@ -34,8 +34,8 @@ for word; do
     words+=("$word")
   fi
 done
-if ((part >= 0)) && { ((part < ${SLURM_ARRAY_TASK_ID:-0})) || ((${SLURM_ARRAY_TASK_MIN:-0} > 0)); }; then
-  echo "slurm.sh: $((part + 1)) parts begin with --, and this is task ${SLURM_ARRAY_TASK_ID:-0}: give --array=0-$part" >&2
+if ((part >= 0 && (part < ${SLURM_ARRAY_TASK_MAX:-0} || (part > 0 && ${SLURM_ARRAY_TASK_ID:--1} < 0)))); then
+  echo "slurm.sh: $((part + 1)) parts begin with --, for the tasks of --array=0-$part" >&2
   exit 2
 fi
 words=("${words[0]:?give a command, as in: sbatch scripts/slurm.sh run amp}" --output-dir="slurm-$SLURM_JOB_ID" "${words[@]:1}")

@@ -129,6 +129,8 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
         reason="this machine has 1 GPU",
     )
     assert answer(make.study([single])).finding.headline == "Left out: 2 GPUs (this machine has 1 GPU)"
+    crashed = replace(single, role="candidate", label="2 ranks", status="crashed", config=RunConfig(world_size=2))
+    assert answer(make.study([single, replace(crashed, role="largest")])).finding.headline.startswith("Left out")
     broken = replace(single, role="cold", label="compiled", status="failed", reason="no ptxas")
     assert answer(make.study([single, broken])).finding.headline == "Nothing can be compared, since compiled failed"
 
@@ -320,6 +322,9 @@ def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -
         large = RunConfig(network=network, global_batch_size=64)
         study = make.study(make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large))
         assert findings.how_to_judge(study, answer(study).finding, trains=True) == told
-    few = make.trials({"bf16": (BF16, 0.0)}, seeds=2)
-    tried = make.study([*make.sets({"bf16": (BF16, 1.5)}), *few])
-    assert findings.how_to_judge(tried, answer(tried).finding, trains=True).endswith(" --seeds 8")
+    for seeds, pairs, told in ((2, 0.0002, " --seeds 8"), (8, 0.002, " --seeds 9")):
+        few = make.trials({"bf16": (BF16, 0.0)}, seeds=seeds, pair_noise=pairs)
+        tried = replace(make.study(make.sets({"bf16": (BF16, 1.5)})), trials=tuple(few))
+        judged = answer(tried).finding
+        assert judged.quality.startswith("quality not enough data")
+        assert findings.how_to_judge(tried, judged, trains=True).endswith(told), "as many as would do"

@@ -141,6 +141,7 @@ def test_an_interrupt_while_the_fork_server_imports_is_the_parents() -> None:
     """Ctrl-C reaches every process of a terminal; it would end in the traceback of an import."""
     code = (
         "import signal, ddpm_lab.measure.process as process\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "process.MODULES = ()\n"
         "import ddpm_lab.measure.preload\n"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)"

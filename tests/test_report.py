@@ -191,7 +191,8 @@ def test_pages_of_an_earlier_report_stay_and_are_marked(tmp_path: Path) -> None:
     assert "from an earlier run" in index
     earlier = replace(result.pages["01_a"], finding={"training": "seed network", "data": "9 images"})
     assert earlier.facts[-2:] == ["seed network", "9 images"], "which this report need not be about"
-    result, _ = run([first], tmp_path / "out")
+    result, _ = run([first], tmp_path / "out", preset="quick", minutes=1, parameters={"preset": "smoke"})
+    assert (result.given["preset"], result.pages["01_a"].preset) == ("smoke", "smoke"), "as with --preset"
     assert result.exit_code == 0, "a failure of an earlier report is not one of this report"
 
 

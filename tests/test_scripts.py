@@ -118,22 +118,30 @@ def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_an_edited_script_or_file_of_settings_is_other_code(folder: Path, instrument: Instrument) -> None:
-    """Whether its command line names it or not; but no file that the script itself writes."""
-    config = scripts.configuration(f"{sys.executable} train.py --log log.json", "A", device="cpu")
-    train = "open('settings.yaml')\n" + TRAIN
-    write(folder, {"train.py": train + "    open('log.json', 'a').write('{}')\n", "settings.yaml": "width: 64"})
+def test_an_edited_script_or_file_of_settings_is_other_code(
+    folder: Path, instrument: Instrument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its command line names it or not, elsewhere in the repository; but no file that the script writes."""
+    monkeypatch.chdir(folder / "sub")
+    config = scripts.configuration(f"{sys.executable} train --log log.json", "A", device="cpu")
+    train = "open('../settings.yaml')\n" + TRAIN
+    write(folder, {"sub/train": train + "    open('log.json', 'a').write('{}')\n", "settings.yaml": "width: 64"})
 
     def key() -> str:
         return scripts.look(config, instrument, "A")[1].key
 
     before = key()
     assert key() == before, "sets of the same code are used again"
-    write(folder, {"train.py": train})
+    write(folder, {"sub/train": train})
     edited = key()
     assert edited != before
     write(folder, {"settings.yaml": "width: 128"})
     assert key() != edited
+    write(folder, {"sub/run.sh": f". ./a.conf\n{sys.executable} train\n", "sub/a.conf": "A=1\n"})
+    config = scripts.configuration("sh run.sh a.conf", "A", device="cpu")
+    sourced = key()
+    write(folder, {"sub/a.conf": "A=2\n"})
+    assert key() != sourced, "read by the shell"
 
 
 @pytest.mark.slow

@@ -49,12 +49,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def job(number: int, *words: object, python: str = sys.executable, task: int | None = None, first: int = 0) -> Path:
+def job(number: int, *words: object, python: str = sys.executable, task: int | None = None, last: int = 1) -> Path:
     """Run the job script as SLURM does; returns the log."""
     log = Path(f"slurm-{number}.out")
     told = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_CPUS_PER_TASK": "1", "DDPM_LAB_PYTHON": python}
     if task is not None:
-        told |= {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MIN": str(first)}
+        told |= {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MAX": str(last)}
     with log.open("wb") as file:
         subprocess.run(["/bin/bash", SCRIPT, *map(str, words)], env=told, stdout=file, stderr=file, check=False)
     return log
@@ -72,9 +72,9 @@ def test_each_task_gets_its_words(work: Path, tmp_path: Path) -> None:
         log = job(42 + task, *words, python=lab, task=task)
         expected = ["-m", "ddpm_lab", "run", f"--output-dir=slurm-{42 + task}", "amp", "--data", ODD, *own]
         assert json.loads(log.read_text()) == expected
-    for task, first in ((2, 0), (1, 1)):  # one too many, and an array that begins at 1
-        said = job(50 + task, *words, python=lab, task=task, first=first).read_text()
-        assert said == f"slurm.sh: 2 parts begin with --, and this is task {task}: give --array=0-1\n"
+    for other in (0, 1, 2, None):  # of an array that begins at 1, or has one task too many; and of none
+        said = job(50, *words, python=lab, task=other, last=2).read_text()
+        assert said == "slurm.sh: 2 parts begin with --, for the tasks of --array=0-1\n"
     alone = json.loads(job(7, "train", "--steps", 5, python=lab).read_text())
     assert alone == ["-m", "ddpm_lab", "train", "--output-dir=slurm-7", "--steps", "5"]
     assert not (work / "made").exists()

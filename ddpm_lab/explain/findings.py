@@ -237,7 +237,7 @@ def _nothing_to_compare(
         headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
     elif failed:
         headline = f"Every candidate failed: {_labels(failed)}"
-    elif gone and last is None:  # as with a single GPU
+    elif gone and not (last and last.role == "cold"):  # as with a single GPU
         status, headline = quality.NOT_MEASURED, listed("Left out", gone).removesuffix(".")
         notes = tuple(note for note in notes if note != f"{headline}.")
     elif hidden:
@@ -261,14 +261,17 @@ def _labels(rows: Sequence[Comparison]) -> str:
 
 def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
-    unknown = found.quality == f"quality {QUALITY}" or found.quality.startswith(f"quality {quality.NOT_ENOUGH}")
-    if not trains or study.experiment == "peers" or not found.sets or not unknown:
-        return ""
     rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
-    return judging(study, command_of(study, lead(rows)), rows[0].baseline) if rows else ""
+    if not trains or study.experiment == "peers" or not found.sets or not rows:
+        return ""
+    first = lead(rows)
+    judged = first.equivalence
+    if judged.verdict != quality.NOT_MEASURED and not (judged.verdict == quality.NOT_ENOUGH and judged.seeds_needed):
+        return ""
+    return judging(study, command_of(study, first), first.baseline, seeds=judged.seeds_needed or 0)
 
 
-def judging(study: Study, command: str, config: RunConfig) -> str:
+def judging(study: Study, command: str, config: RunConfig, *, seeds: int = 0) -> str:
     """The command that also trains, from seeds, and before it what a training of the user's lacks for that.
 
     Empty where trials could show no more than that something is worse.
@@ -277,7 +280,8 @@ def judging(study: Study, command: str, config: RunConfig) -> str:
         return ""
     mine = [r for r in study.records if r.config.work_name == config.work_name]
     offers = [o for r in mine for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
-    return f"{'a held_out_loss and then ' * (config.is_own and 'held_out_loss' not in offers)}{command} --seeds 8"
+    lacks = "a held_out_loss and then " * (config.is_own and "held_out_loss" not in offers)
+    return f"{lacks}{command} --seeds {max(8, seeds)}"
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:

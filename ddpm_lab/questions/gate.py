@@ -58,7 +58,7 @@ def compare_revisions(
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
         found = scripts.compare_commands(str(step), against=against, always=always, **how, **limits)
         same = f"all that {step} loads is the same in the {WORKING_TREE} and in {against}, so nothing was measured"
-        return found or _said(IDENTICAL, f"{same}; files that it reads do not count (--always measures)")
+        return found or _said(IDENTICAL, f"{same}; data that it reads does not count (--always measures)")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))

@@ -307,7 +307,8 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
-    unknown = [c for c in rows if c.primary and not c.answered]
+    leading = [c for c in rows if c.primary] or rows
+    unknown = [c for c in leading if not c.answered]
     why = "nothing is known to be faster yet" if unknown else "nothing measured here is faster"
     why = "what is faster here costs quality" if formats else why
     if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
@@ -316,7 +317,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         why = f"the only gains are in {phrases.joined(formats)}, which is itself {known}"
     headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
-    status = stats.INCONCLUSIVE if unknown and len(unknown) == sum(c.primary for c in rows) else ANSWERED
+    status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
 
 

@@ -25,6 +25,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
 from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.hook import SETTINGS
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.measure.worktree import Repository
@@ -102,14 +103,16 @@ def look(
     """Start a command, let it make some steps, and end it: its configuration, its code, and what it says of itself.
 
     That has the ``files`` it loaded from outside of libraries. To its code belong also the scripts that its command
-    line names, and the files of settings that it read in this folder or beside a file that its command line names.
+    line names, and the files of settings that it read in this repository, or beside a file of its own or a named one.
     Raises ConfigError, with its last lines, where it does not get so far.
     """
     command, log = config.command, log_of(instrument.cache, config)
     how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
     here, written = Path(tree.folders[0]) if tree else Path.cwd(), instrument.code.written
     named = files_named(command, here)
-    scripts = {str(file): source_of(str(file)) for file in named if is_script(file)}
+    shell = any(is_script(file) and file.suffix != ".py" for file in named)  # which reads settings by itself
+    counted = [file for file in named if is_script(file) or (shell and file.name.endswith(SETTINGS))]
+    scripts = {str(file): source_of(str(file)) for file in counted}
     try:
         how["progress"] = lambda text: instrument.progress(f"{command}: {text}")
         group = CommandGroup(config, log=log, tree=tree, written=written, **how)
@@ -129,11 +132,12 @@ def look(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
         )
-    places = {place.resolve() for place in (here, Path.cwd(), *(file.parent for file in named))}
+    roots = (next((p for p in (f, *f.parents) if (p / ".git").exists()), f) for f in (here, Path.cwd()))
+    places = {place.resolve() for place in (*roots, *(file.parent for file in (*named, *map(Path, mine))))}
     # What the command has written itself by now is none of its settings.
     settings = sorted(file for file in group.read - written if is_setting(file, places))
     sources = {file: source_of(file) for file in (*group.files, *settings)}
-    sources |= {file: source for file, source in scripts.items() if source_of(file) == source}
+    sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     key = digest([instrument.code.key, seen["python"], seen["versions"], seen["threads"], held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"

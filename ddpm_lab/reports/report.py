@@ -86,7 +86,8 @@ def report(
     preset, data, held_out, output_dir = (options[name] for name in ("preset", "data", "held_out", "output_dir"))
     options["output_dir"] = None if output_dir is None else str(output_dir)
     budget = preset_called(preset).minutes if minutes is None else minutes
-    values = _values(choose(notebooks), options, extra, every=not notebooks)
+    asked = {name: value for name, value in (parameters or {}).items() if name != "workload"}
+    values = _values(choose(notebooks), options, asked, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
         preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
