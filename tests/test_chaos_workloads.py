@@ -111,7 +111,7 @@ WORKLOADS = {
     },
     **{"hangs": "for 60 s (more --minutes wait longer)", "in_build": "while building", "allocates": "oom"},
     **{
-        "loads": "is killed by signal: Killed",
+        "loads": "DataLoader worker (pid",
         "catches": "(mine.py, line ",
         "recurses": "RecursionError",
         "deletes": "the code was edited (mine)",
