@@ -300,7 +300,8 @@ class RunConfig:
         values, usual = self.as_dict(), _usual()
         for part, _ in PARTS:
             values[part] = {k: v for k, v in values[part].items() if v != usual[part][k]}
-        return {k: v for k, v in values.items() if v != (usual[k] if k not in dict(PARTS) else {})}
+        parts = dict(PARTS)
+        return {k: v for k, v in values.items() if (v if k in parts else v != usual[k])}
 
     def option(self, name: str, default: Any) -> Any:
         """The workload's own setting ``name``."""

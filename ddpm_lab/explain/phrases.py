@@ -190,7 +190,7 @@ def share(value: float) -> str:
 
 
 def difference(ratio: float) -> str:
-    """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast", "0.004 times as fast"."""
+    """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast", "0.0040 times as fast"."""
     if ratio >= 2 or ratio < 0.01:
         return f"{significant(ratio, 2)} times as fast"
     return f"{share(ratio - 1)} faster" if ratio >= 1 else f"{share(1 - ratio)} slower"

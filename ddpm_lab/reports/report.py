@@ -80,17 +80,17 @@ def report(
     """
     if minutes is not None and not (number(minutes) and minutes > 0):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
-    extra = dict(parameters or {})
+    more = dict(parameters or {})
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
-    options = {name: extra.pop(name, value) for name, value in {**given, "output_dir": output_dir}.items()}
+    options = {name: more.get(name, value) for name, value in {**given, "output_dir": output_dir}.items()}
     preset, data, held_out, output_dir = (options[name] for name in ("preset", "data", "held_out", "output_dir"))
     options["output_dir"] = None if output_dir is None else str(output_dir)
     budget = preset_called(preset).minutes if minutes is None else minutes
-    asked = {name: value for name, value in (parameters or {}).items() if name != "workload"}
-    values = _values(choose(notebooks), options, asked, every=not notebooks)
+    more.pop("workload", None)  # which notebooks about the lab's own trainer lack, and are left out for
+    values = _values(choose(notebooks), options, more, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
-        preparing = {name: extra[name] for name in ("image_size", "skip_bad") if name in extra}
+        preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = Report(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
     run.all()
