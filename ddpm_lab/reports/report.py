@@ -82,7 +82,9 @@ def report(
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
     more = dict(parameters or {})
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
-    options = {name: more.get(name, value) for name, value in {**given, "output_dir": output_dir}.items()}
+    options: dict[str, Any] = {
+        name: more.get(name, value) for name, value in {**given, "output_dir": output_dir}.items()
+    }
     preset, data, held_out, output_dir = (options[name] for name in ("preset", "data", "held_out", "output_dir"))
     options["output_dir"] = None if output_dir is None else str(output_dir)
     budget = preset_called(preset).minutes if minutes is None else minutes
