@@ -217,6 +217,9 @@ class RunConfig:
         if self.compile_mode != "default" and self.accumulation > 1:
             graphs = f"compile_mode {self.compile_mode!r}, whose CUDA graphs hold the gradients of one micro-batch"
             yield f"accumulation is {self.accumulation} with {graphs}: use accumulation 1, or compile_mode default"
+        if self.exchange.static_graph and self.accumulation > 1:
+            static = "exchange.static_graph, which torch cannot use with micro-batches"
+            yield f"accumulation is {self.accumulation} with {static}: use accumulation 1, or no static graph"
         for name, able in OWN_CHOICES.items() if self.is_own else ():
             if (value := getattr(self, name)) not in able:
                 yield f"{name} of {self.work_name} is {value!r}: choose one of {', '.join(map(str, able))}"

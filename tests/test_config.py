@@ -125,6 +125,11 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
         {"device": "cuda", "compile": "whole", "compile_mode": "max-autotune", "accumulation": 2},
         ["accumulation is 2", "'max-autotune'", "compile_mode default"],
     ),
+    (
+        RunConfig,
+        {"world_size": 2, "accumulation": 2, "exchange": ExchangeConfig(static_graph=True)},
+        ["accumulation is 2", "exchange.static_graph", "accumulation 1"],
+    ),
     (RunConfig, {"world_size": 2, "accumulation": 5}, ["32", "2 ranks", "5 micro-batches", "multiple of 10"]),
     (RunConfig, {"loader_workers": 2}, ["loader_workers", "2", "'packed'"]),
     (RunConfig, {"precision": "fp16"}, ["'fp16'", "CUDA"]),

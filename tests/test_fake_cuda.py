@@ -78,7 +78,7 @@ def measured(fake: Fake, output: Path, data: Path | str, *questions: str, **gpus
 
 @pytest.fixture(scope="module")
 def one_gpu(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    questions = ("profile", "amp", "workers", "batch_size", "quality", "multi_gpu", "torch_compile")
+    questions = ("profile", "amp", "workers", "batch_size", "quality", "multi_gpu")
     return measured(fake, tmp_path_factory.mktemp("one"), SYNTHETIC, *questions, memory_mb=400)
 
 
@@ -103,7 +103,6 @@ ONE = {
     "amp": ["bf16", "fp16", "tf32"],
     "workers": ["1 worker"],
     "batch_size": ["batch 256"],
-    "torch_compile": ["compiled"],
 }
 TWO = {"multi_gpu": ["2 GPUs"], "exchange": ["no exchange (no training)", "bf16 hook"]}
 
@@ -116,6 +115,11 @@ def test_questions_of_one_gpu_and_the_largest_batch_ends_where_memory_does(one_g
     (end,) = (r for r in one_gpu if r["role"] == "largest")
     assert (end["label"], end["status"]) == ("memory", "ok")
     assert set(tried.values()) == {"ok", "oom"}
+
+
+def test_compiling(fake: Fake, tmp_path: Path) -> None:
+    found = measured(fake, tmp_path, SYNTHETIC, "torch_compile")
+    assert told(found, "torch_compile", "candidate") == {"compiled": "ok"}
 
 
 @pytest.fixture(scope="module")

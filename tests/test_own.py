@@ -122,6 +122,29 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
     assert one != epoch(seed=1)
 
 
+def test_images_are_counted_as_they_are_drawn_whatever_their_form_in_a_batch(made: Make) -> None:
+    text = """
+
+
+class Encoded(dict):
+    def to(self, device):
+        return self
+
+    @property
+    def images(self):
+        return torch.stack(self["rows"][0])
+
+
+def make_encoded():
+    collate = lambda rows: Encoded(rows=tuple(zip(*rows)))
+    own = lambda model, batch: model(batch.images).square().mean()
+    return Training(model=Net(), data=data(), loss=own, collate=collate)
+"""
+    workload = made(text, "make_encoded")
+    assert len(train(workload, 3)) == 3
+    assert workload.witness()["images"] == 24
+
+
 BAD = {
     "5": "DEF) returned int",
     "Training(model=7, data=data(), loss=loss)": "model is int",
@@ -131,7 +154,7 @@ BAD = {
     "loss=lambda model, batch: loss(model, batch).detach()": "BODY) returned float32 without a gradient",
     "loss=lambda model, batch: loss(model, batch).item()": "backward()",
     "step=lambda model, batch: None": "BODY) returned nothing",
-    "loss=loss, collate=len": "a batch is int",
+    "Training(model=Net(), data=[1, 2], loss=loss)": "a batch is int",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import ddpm_lab
-from ddpm_lab.data.folder import DataError, decode
+from ddpm_lab.data.folder import DataError, ImageError, decode
 from ddpm_lab.data.packed import MAX_HELD_OUT, open_packed, prepare, resolve, split
 from ddpm_lab.data.synthetic import generate
 
@@ -114,7 +115,20 @@ def test_a_damaged_file_stops_with_its_path_or_is_skipped_and_listed(tmp_path: P
     assert packed.files is not None
     assert len(packed.files) == manifest.count == 38
     assert all(np.array_equal(packed.images[i], decode(packed.files[i], 8)) for i in range(38))
-    assert "2 damaged files left out" in manifest.describe()
+    said: list[str] = []
+    resolve(source, tmp_path / "cache", image_size=8, skip_bad=True, progress=said.append)
+    assert "2 damaged files left out" in said[-1]
+
+
+def test_what_cannot_be_read_now_is_no_damage(source: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # of open files: no further one
+    try:
+        with pytest.raises(DataError, match="cannot be read") as caught:
+            decode(source / "5.png", 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(caught.value, ImageError)
 
 
 def test_the_held_out_folder_is_never_trained_on(tmp_path: Path, source: Path) -> None:

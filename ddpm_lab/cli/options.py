@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ranks": _of("one rank alone; several; or several unless one is enough", choices=("single", "multi", "auto")),
     "data": _of("images: a folder, an archive, or synthetic (the default)"),
     "held-out": _of("images never to train on (default: 5 % of the data)", metavar="FOLDER"),
-    "skip-bad": _of("leave damaged images out, and list them", bool),
+    "skip-bad": _of("leave damaged images out, and say how many", bool),
     # compare, check
     "against": _of("measure A as it is in this repository against a branch, tag or commit", metavar="REVISION"),
     "always": _of("with --against: measure identical code too", bool),

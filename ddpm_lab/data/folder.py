@@ -1,5 +1,6 @@
 """Image folders: which files belong to a data set, in which order, and how files become pixels."""
 
+import errno
 import hashlib
 import math
 import os
@@ -25,6 +26,7 @@ DECODING_RULE = (
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK_FILES = 100
 Progress = Callable[[str], None]
+_DAMAGE = (None, errno.ENOENT, errno.ELOOP, errno.EINVAL)  # of an OSError; any other is no fault of the file
 # Pillow warns of more than 89 megapixels, as of an attack, and refuses twice as many; below these it decodes them.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 MAX_PIXELS, MAX_SCANS = 50_000_000, 40
@@ -52,8 +54,9 @@ class ImageFile(NamedTuple):
 def list_images(folder: Path) -> list[ImageFile]:
     """List every PNG and JPEG under ``folder``, recursively, in natural numeric order (1.png, 2.png, 10.png).
 
-    Links to files and folders are followed, each folder once. Names that begin with a dot, and ``__MACOSX``, are
-    left out: they hold editors' and archivers' copies, not images of the set. Raises DataError (no folder) or OSError.
+    Links to files and folders are followed, each folder once. Names that begin with a dot, ``__MACOSX`` and
+    ``lost+found`` are left out: they hold no images of the set. Raises DataError (no folder, or one that cannot be
+    read) or OSError.
     """
     found: list[ImageFile] = []
     visited: set[tuple[int, int]] = set()
@@ -68,7 +71,7 @@ def list_images(folder: Path) -> list[ImageFile]:
             visited.add(identity)
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    if entry.name.startswith(".") or entry.name in ("__MACOSX", "lost+found"):
                         continue
                     # One that leads nowhere is listed too, and found damaged when it is decoded.
                     lost = entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110
@@ -81,6 +84,8 @@ def list_images(folder: Path) -> list[ImageFile]:
         raise DataError(f"no such folder: {folder}; give the folder that holds the images") from None
     except NotADirectoryError:
         raise DataError(f"{folder} is a file, not a folder of images; give the folder that holds it") from None
+    except PermissionError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; change its mode, or move it away") from None
     return sorted(found, key=lambda file: (_natural_key(file.path), file.path))
 
 
@@ -101,7 +106,7 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
 
     Resampling the largest centred square is resizing the shorter side and then cropping the centre, in one step
     whose cost does not depend on how long the longer side is. Raises ImageError, one line with the path, for a file
-    that is missing, damaged, or neither PNG nor JPEG.
+    that is missing, damaged, or neither PNG nor JPEG, and DataError for one that cannot be read now.
     """
     try:
         with Image.open(path, formats=("PNG", "JPEG")) as opened:
@@ -124,6 +129,8 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
     except MemoryError:
         raise
     except Exception as error:  # decoders meet damage with OSError, SyntaxError, ValueError, struct.error, ...
+        if isinstance(error, OSError) and error.errno not in _DAMAGE:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); see to that, then start again") from error
         known = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         reason = " ".join(known.split()) or type(error).__name__
         reason = "not a PNG or JPEG image" if isinstance(error, UnidentifiedImageError) else reason

@@ -239,7 +239,9 @@ def resolve(
         _check_outside(job, results)
     name = hashlib.sha256(json.dumps(job.options()).encode()).hexdigest()[:12]
     dest = (Path(cache) / f"{job.kind}-{name}").absolute()
-    prepare(source, dest, image_size=image_size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+    found = prepare(source, dest, image_size=image_size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+    if found.skipped and progress is not None:
+        getattr(progress, "stay", progress)(f"{found.describe()}: listed in {dest / MANIFEST}")
     return dest
 
 

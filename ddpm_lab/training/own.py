@@ -87,13 +87,16 @@ class OwnFeed(Feed):
         )
 
     def note(self, batch: Any) -> None:
-        """Count the images of a batch that is about to be used: the length of its first tensor."""
-        count = images_of(batch)
+        """Count the images of a batch that is about to be used: as drawn, or the length of its first tensor."""
+        if self.samples:  # whatever form its collate gives it
+            drawn = next(self._drawn)[1]
+            self.indices.update(drawn.tobytes())
+            count: int | None = len(drawn)
+        else:
+            count = images_of(batch)
         if count is None:
             raise TypeError(f"{self.name}: a batch is {described(batch)}, without a tensor whose length is its images")
         self.images += count
-        if self.samples:
-            self.indices.update(next(self._drawn)[1].tobytes())
 
     def witness(self) -> dict[str, Any]:
         seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
@@ -288,9 +291,11 @@ def moved(value: Any, device: torch.device, *, channels_last: bool) -> Any:
     if isinstance(value, Tensor):
         there = value.to(device, non_blocking=True)
         return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
+    if hasattr(value, "to"):  # before mappings, of which some have methods that a loss may call
+        return value.to(device)
     if isinstance(value, Mapping):
         return {name: moved(part, device, channels_last=channels_last) for name, part in value.items()}
     if isinstance(value, list | tuple):
         parts = [moved(part, device, channels_last=channels_last) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value.to(device) if hasattr(value, "to") else value
+    return value

@@ -128,7 +128,7 @@ def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float, fl
     """Steps in a run's log, the seconds that these took, those of one in its last settings, and its best held-out loss.
 
     The last is None where it was never measured, and seconds of a step are NaN where no step was. A run may go on with
-    other ranks, or in another number format.
+    other ranks, or in another number format. Those of one are the median: each start compiles in its first step.
     """
     rows, each, settings = list(logged(folder)), list[float](), ""
     total = 0.0
@@ -139,7 +139,7 @@ def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float, fl
             each.append(global_batch_size / rate)
             total += each[-1]
     best = min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
-    return len(rows), total, statistics.fmean(each) if each else math.nan, best
+    return len(rows), total, statistics.median(each) if each else math.nan, best
 
 
 def name_of(config: RunConfig) -> str:
