@@ -16,7 +16,9 @@ while (($#)); do
   esac
   shift 2
 done
-mkdir -p "$out/logs" "$out.work/done" && out=$(realpath "$out") && work=$out.work && cd "$(dirname "$0")/.." || exit 2
+which=$device-$(cksum <<<"$data" | cut -d ' ' -f 1) # steps are finished for a device and images
+mkdir -p "$out/logs" "$out.work/finished-$which" && out=$(realpath "$out") && work=$out.work && cd "$(dirname "$0")/.." || exit 2
+finished=$work/finished-$which images=$work/images-$which
 if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 python=${PYTHON:-python3} failed=() waiting=()
 network=seed size=quick
@@ -34,25 +36,25 @@ step() {
   local name=$1 limit=$2 log=$out/logs/$1.log begun=$SECONDS left=$((end - SECONDS)) code=0
   shift 2
   printf '%4d s  %-20s ' "$SECONDS" "$name"
-  if [[ -e $work/done/$name ]]; then echo "finished before" && return; fi
+  if [[ -e $finished/$name ]]; then echo "finished before" && return; fi
   if ((left < 5)); then waiting+=("$name") && echo "no time left" && return; fi
   timeout --foreground -k 10 "$((limit < left ? limit : left))" "$@" >"$log" 2>&1 || code=$?
   case $code in
-    0) touch "$work/done/$name" && echo "ok, $((SECONDS - begun)) s" ;;
+    0) touch "$finished/$name" && echo "ok, $((SECONDS - begun)) s" ;;
     124 | 137) waiting+=("$name") && echo "stopped after $((SECONDS - begun)) s: $log" ;;
     *) failed+=("$name") && echo "FAILED: $( (grep -E 'ailed|rror' "$log" || cat "$log") | tail -n 1) ($log)" ;;
   esac
 }
-lab() { step "$1" "$2" "$python" -m ddpm_lab "${@:3}" --device "$device" --data "$work/images"; }
+lab() { step "$1" "$2" "$python" -m ddpm_lab "${@:3}" --device "$device" --data "$images"; }
 step environment 60 "$python" -m torch.utils.collect_env
 step check 60 "$python" -m ddpm_lab check
 if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
   mapfile -t tests < <(grep -l 'mark\.gpu' tests/test_*.py) # others need packages that are not here
   step tests 180 "$python" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark "${tests[@]}"
 fi
-step images 600 "$python" -m ddpm_lab prepare "$data" "$work/images"
+step images 600 "$python" -m ddpm_lab prepare "$data" "$images"
 export TORCH_LOGS=cudagraphs,recompiles
-lab train 200 train --network $network --no-probe --steps 20 --sample-every 10 --evaluate-every 10 --output-dir "$work/train"
+lab train 200 train --network $network --no-probe --steps 20 --sample-every 10 --evaluate-every 10 --output-dir "$work/train-$which"
 unset TORCH_LOGS
 step attention 60 "$python" - "$device" <<'END'
 import sys, torch
@@ -75,7 +77,7 @@ questions=(torch_compile amp profile workers batch_size peers "peers --parts lev
 if [[ $device == cpu ]]; then questions=("${questions[@]:0:6}"); fi
 if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
 for question in "${questions[@]}"; do
-  if [[ ! -e $work/done/${network}_${question##* } ]]; then jobs+=("$question"); fi
+  if [[ ! -e $finished/${network}_${question##* } ]]; then jobs+=("$question"); fi
 done
 for question in "${jobs[@]}"; do
   seconds=$(((end - SECONDS) / (${#jobs[@]} - tried++)))
@@ -85,7 +87,7 @@ for question in "${jobs[@]}"; do
     --output-dir "$work" --minutes "$(awk "BEGIN { print $seconds / 60 }")"
 done
 # When all have had their time, the next call measures more of each.
-if ((${#waiting[@]} == 0)); then rm -f "$work/done/${network}"_*; fi
+if ((${#waiting[@]} == 0)); then rm -f "$finished/${network}"_*; fi
 cp "$work/trace_output/ledger.jsonl" "$out/" 2>/dev/null || echo "Nothing is measured yet."
 echo "Failed: ${failed[*]:-none}. Not finished: ${waiting[*]:-none}${waiting:+ (type it again)}."
 echo "To publish it, in a checkout with make setup: .venv/bin/ddpm-lab figures --publish --ledger $out/ledger.jsonl"

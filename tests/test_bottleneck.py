@@ -247,6 +247,8 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
     fused = replace(config, loader="packed", loader_workers=0, kernels="fused", freed_memory="kept")
     asked = "--batch-size 8 --precision bf16 --loader packed --compile off"
     assert findings.command_of_step(study(), fused).endswith(asked), "it chooses the others again"
+    given = question.of_file(Experiment(name="bottleneck", families=(), profiles=(("", "", fused),))).profiles[0][1]
+    assert findings.command_of_step(study(), fused, base=given).endswith(f"{asked} --config FILE")
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
 

@@ -61,11 +61,11 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
 @pytest.mark.alone
 def test_the_folder_of_a_dry_run_is_one_to_publish(tmp_path: Path) -> None:
     words, results = ("--device", "cpu"), tmp_path / "results"
-    done = tmp_path / "results.work" / "done"
     code, steps, _ = run(tmp_path, *words, "--minutes", "0")
     assert (code, set(steps.values())) == (1, {"no time left"})
+    (finished,) = (tmp_path / "results.work").glob("finished-cpu-*")
     for name in steps.keys() - {"environment", "images", "attention", "train", "tiny_profile"}:
-        (done / name).touch()
+        (finished / name).touch()
     code, steps, _ = run(tmp_path, *words, "--minutes", "9")
     assert code == 0, steps
     assert "PyTorch version" in (results / "logs" / "environment.log").read_text()

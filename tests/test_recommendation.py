@@ -36,7 +36,7 @@ from ddpm_lab.questions.calibrate import WORKLOAD
 from ddpm_lab.questions.recommendation import Recommendation, combination, recommendation, write_settings
 from ddpm_lab.questions.search import admissible
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.setting import Own
+from ddpm_lab.training.setting import Own, usual_settings
 from ddpm_lab.training.training_run import plan_training
 
 BF16, TWO = {"precision": "bf16"}, {"world_size": 2}
@@ -192,6 +192,9 @@ def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
     records = planted.searched(gains=dict.fromkeys(planted.GAINS, 0.8), winner=(0, 0, 0, 0))
     found = question.answer(study(records))
     assert (found.finding.status, found.finding.sets) == (findings.ANSWERED, 0)
+    first = next(r.set_id for r in records)
+    short = [r for r in records if r.experiment != SEARCH or r.set_id == first]
+    assert question.answer(study(short)).finding.status == stats.TOO_FEW, "after a set, as in smoke"
     rows, belief = question.tried_table(of(records)), of(records).belief
     assert len(rows) >= 4
     fastest = max((c for c in belief.sets if any(c)), key=belief.speed)
@@ -251,15 +254,30 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
         assert (f"settings: {tmp_path}" in out, "settings: none" in out) == (not busy, bool(busy))
 
 
-def test_the_file_follows_what_trials_show_later(tmp_path: Path) -> None:
+def test_the_file_follows_what_trials_show_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
-    for records, expected in ((planted.searched(), "fp32"), (trials(BOTH, 0.0), "bf16")):
+    for records, expected in ((planted.searched(), None), (trials(BOTH, 0.0), "bf16")):
         ledger.append(make.on(here, records))
         experiments.recommendation(minutes=0, output_dir=tmp_path)
-        assert tomllib.loads((tmp_path / question.FILE).read_text())["precision"] == expected
+        assert tomllib.loads((tmp_path / question.FILE).read_text()).get("precision") == expected
     (tmp_path / question.FILE).write_text('network = "tiny"\ndevice = "cpu"\nimage_size = 64\n')
-    experiments.recommendation(minutes=0, output_dir=tmp_path)
-    assert "image_size = 64" in (tmp_path / question.FILE).read_text(), "of other images"
+    asked = SimpleNamespace(experiment=SimpleNamespace(configurations=[planted.BASE]))
+    monkeypatch.setattr(experiments, "recommend", functools.wraps(experiments.recommend)(lambda **_: asked))
+    for how in ({"minutes": 0}, {"preset": "smoke"}):
+        experiments.recommendation(output_dir=tmp_path, **how)
+        assert "image_size = 64" in (tmp_path / question.FILE).read_text(), "of other images"
+
+
+def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthetic: RunConfig) -> None:
+    ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
+    mine = make.on(here, planted.searched(replace(planted.SPACE, baseline=synthetic)))
+    later = replace(mine[0].environment, date="2026-01-06T10:00:00+00:00")
+    ledger.append([*mine, *(replace(r, environment=later) for r in make.on(here, planted.searched(sets=5)))])
+    asked: list[tuple[dict[str, Any], str]]
+    asked = [({"data": synthetic.data, "image_size": 8}, synthetic.data_sha256), ({}, "")]
+    for how, images in asked:
+        shown = experiments.recommendation(minutes=0, output_dir=tmp_path, **how).study
+        assert {r.config.data_sha256 for r in shown.records} == {images}
 
 
 def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_path: Path) -> None:
@@ -352,10 +370,13 @@ def test_the_file_is_what_train_takes(
     settings = tomllib.loads(path.read_text())
     assert "threads" not in settings
     assert settings["train"] == {"steps": 800_000}
-    assert (settings["precision"], settings["world_size"]) == (("bf16", 2) if known else ("fp32", 1))
+    usual = usual_settings("cpu")
+    assert settings["world_size"] == 1 + known
+    assert settings["precision"] == "bf16" if known else not settings.keys() & usual.keys(), "left to train"
     config, schedule, _ = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
     wanted = of(records, list(told)).best.row.config
-    assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe", "threads"}
+    open_ = () if known else usual
+    assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe", "threads", *open_}
     assert (config.data, schedule.steps) == (synthetic.data, 800_000)
     assert write_settings(make.study(make.sets({}), RECOMMENDATION)) is None
 

@@ -175,8 +175,14 @@ def test_what_the_notebooks_show_is_measured_first_within_the_time(
     shown = {name: values.get("minutes") for name, values in copied.items()}
     assert shown == minutes | {"07_peers": 0, "06_recommendation": share}
     assert 60 * 6 - 4 * report.NOTEBOOK_SECONDS < asked["seconds"] < 60 * 6
+    index = tmp_path / "smoke" / "reports" / "index.html"
+    before = index.read_bytes()
     with pytest.raises(ConfigError, match=r"^minutes is 1, .* 4 sets take about 9"):
-        run(names, tmp_path / "less", minutes=1)
+        run(names, tmp_path / "smoke", minutes=1)
+    assert index.read_bytes() == before, "of the report before, whose pages are all there"
+    monkeypatch.setattr(experiments, "measure_all", lambda *_, **__: 0)
+    run(["recommendation"], tmp_path / "search", minutes=9)
+    assert copied["06_recommendation"]["minutes"] == 9, "alone it searches"
 
 
 @pytest.mark.usefixtures("copied")

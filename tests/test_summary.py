@@ -212,6 +212,7 @@ def test_what_differs_between_two_runs(call: Call, tmp_path: Path) -> None:
     assert (code, out.startswith("Job ID")) == (0, True)
     assert {"precision", "train.steps"} <= {line.split()[0] for line in out.splitlines() if line}
     assert call("summary", one, two, "--only", "precision")[0] == 1
+    assert call("summary", one, two, "--json", "--csv", tmp_path / "t.csv")[0] == 2, "which has no table"
     (tmp_path / "own.toml").write_text(settings_text({"world_size": 2, "train": {"steps": 2}}))
     found = json.loads(call("summary", one, tmp_path / "own.toml", "--json")[1])
     assert found["differences"] == {"world_size": [1, 2]}

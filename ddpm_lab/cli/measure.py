@@ -356,10 +356,12 @@ def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> pl
     """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
     check_room(output_folder(settings.get("output_dir")) / "reports")
     planned = planning.plan_question("bottleneck", **_of_file(options) | settings)
-    campaign = planned.campaign
+    campaign, experiment = planned.campaign, planned.experiment
+    if options.config:
+        experiment = bottleneck.of_file(experiment)
     if (seconds := campaign.target.seconds) is not None:
-        planned = planned.renewed(bottleneck.fitting(campaign.experiment, seconds, campaign.held))
-    return planned
+        experiment = bottleneck.fitting(experiment, seconds, campaign.held)
+    return planned.renewed(experiment)
 
 
 def _of_lab(files: Sequence[Path], output: Path, machine: str | None) -> Study:

@@ -195,6 +195,8 @@ def _difference(options: argparse.Namespace) -> int:
     only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
     wrong = [] if options.only is None else runs.unexpected(found, only)
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
+    if (options.csv or options.markdown) and (options.json or len(folders) != 2):
+        raise ConfigError("--csv and --markdown hold a table of runs, and here are only differences: leave them out")
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
         runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)

@@ -223,29 +223,26 @@ def resolve(
     own. ``results``, where images will be written, may not lie among those that are prepared. The other arguments and
     errors are those of ``prepare``.
     """
-    path = expanded(source)
-    if str(source) != SYNTHETIC and is_prepared(path):
-        side = read_manifest(path).image_size
+    dest, job = place_of(source, cache, image_size=image_size, held_out=held_out, skip_bad=skip_bad)
+    if job is None:
+        side = read_manifest(dest).image_size
         if side != image_size:
             raise DataError(
-                f"{path} was prepared with images of {side}x{side}, not {image_size}x{image_size}; give image size "
+                f"{dest} was prepared with images of {side}x{side}, not {image_size}x{image_size}; give image size "
                 f"{side} (--image-size {side}), or prepare its source again with {image_size}"
             )
         if held_out is not None:
-            raise DataError(f"{path} is prepared and has its held-out part; give --held-out when preparing it")
-        return path.absolute()
-    job = _job(source, image_size, held_out, skip_bad)
+            raise DataError(f"{dest} is prepared and has its held-out part; give --held-out when preparing it")
+        return dest
     if results is not None:
         _check_outside(job, results)
-    name = hashlib.sha256(json.dumps(job.options()).encode()).hexdigest()[:12]
-    dest = (Path(cache) / f"{job.kind}-{name}").absolute()
     found = prepare(source, dest, image_size=image_size, held_out=held_out, skip_bad=skip_bad, progress=progress)
     if found.skipped and progress is not None:
         getattr(progress, "stay", progress)(f"{found.describe()}: listed in {dest / MANIFEST}")
     return dest
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """Everything that decides the content of a prepared folder."""
 
     kind: str
@@ -264,7 +261,7 @@ class _Job(NamedTuple):
         return [SCHEMA, self.kind, str(self.source), self.image_size, held_out, self.skip_bad, DECODING_RULE]
 
 
-def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> _Job:
+def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> Job:
     if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
         raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
     choice("skip_bad", skip_bad, (True, False))  # papermill hands on "false" as a text
@@ -283,17 +280,34 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
         if is_prepared(path):
             raise DataError(f"{path} is already prepared; use it as it is, or prepare its source again")
     held_out_path = expanded(held_out).absolute() if held_out is not None else None
-    return _Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
+    return Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 
 
-def _check_outside(job: _Job, dest: Path) -> None:
+def place_of(
+    source: str | Path,
+    cache: str | Path,
+    *,
+    image_size: int = 32,
+    held_out: str | Path | None = None,
+    skip_bad: bool = False,
+) -> tuple[Path, Job | None]:
+    """Return the folder that ``resolve`` returns, prepared or not, and of what it is made; None if it is ``source``."""
+    path = expanded(source)
+    if str(source) != SYNTHETIC and is_prepared(path):
+        return path.absolute(), None
+    job = _job(source, image_size, held_out, skip_bad)
+    name = hashlib.sha256(json.dumps(job.options()).encode()).hexdigest()[:12]
+    return (Path(cache) / f"{job.kind}-{name}").absolute(), job
+
+
+def _check_outside(job: Job, dest: Path) -> None:
     """Refuse a folder among the user's own images: what is written there would be trained on."""
     for given in job.given:
         if dest.resolve().is_relative_to(given.resolve()):
             raise DataError(f"{dest} lies inside the image folder {given}, which is never written to; choose another")
 
 
-def _check_dest(job: _Job, dest: Path) -> None:
+def _check_dest(job: Job, dest: Path) -> None:
     """Refuse a destination that would write into the user's own files."""
     _check_outside(job, dest)
     for given in job.given:
@@ -313,7 +327,7 @@ def _check_dest(job: _Job, dest: Path) -> None:
         raise DataError(f"{dest} is not empty and not a prepared folder; choose a folder that does not exist yet")
 
 
-def _prepared(job: _Job, dest: Path, progress: Progress | None) -> Manifest:
+def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
     held_out = _listed(job.held_out) if job.held_out else []
     files: list[ImageFile] = []
     state: list[str | int] = [synthetic.GENERATOR_VERSION, synthetic.DEFAULT_COUNT]
@@ -359,7 +373,7 @@ def _clear(dest: Path) -> None:
         shutil.rmtree(dest / UNPACKED)
 
 
-def _unpack(job: _Job, dest: Path, progress: Progress | None) -> Path:
+def _unpack(job: Job, dest: Path, progress: Progress | None) -> Path:
     """Unpack an archive, or write the synthetic images, into ``dest``; return the folder to train on."""
     if job.kind == "archive":
         return archives.extract(job.source, dest / UNPACKED, progress=progress)
@@ -372,7 +386,7 @@ _Sources = list[tuple[Path, list[ImageFile]]]
 
 
 def _decode(
-    job: _Job, path: Path, sources: _Sources, progress: Progress | None
+    job: Job, path: Path, sources: _Sources, progress: Progress | None
 ) -> tuple[npt.NDArray[np.uint8], _Sources, list[str]]:
     """Decode all images into an array mapped from ``path``: uint8 (N, S, S, 3).
 
@@ -402,7 +416,7 @@ def _decode(
             )
 
 
-def _build(job: _Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
+def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
     """Decode, split and write a prepared folder. Raises DataError for damaged files."""
     array, sources, skipped = _decode(job, dest / IMAGES, sources, progress)
     held_out_indices, unused_indices = split(array, len(sources[0][1]) if job.held_out else None)

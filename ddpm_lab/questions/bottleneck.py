@@ -88,6 +88,13 @@ def bottleneck(
     return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
+def of_file(experiment: Experiment) -> Experiment:
+    """The same, named for a file that gives its settings: its commands ask for that file."""
+    families = tuple(replace(family, baseline_label=findings.OF_FILE) for family in experiment.families)
+    profiles = tuple((name, findings.OF_FILE, config) for name, _, config in experiment.profiles)
+    return replace(experiment, families=families, profiles=profiles)
+
+
 def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
     """Raise ConfigError for a batch whose images and noise in fp32 do not fit into the memory that is ``where``."""
     batch = config.global_batch_size
@@ -246,10 +253,10 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         about.config,
         judged,
         title=name or (row.label if row else ""),
-        against=BASELINE,
+        against=about.profile.label,
         rationale=next((why for setting, why in _WHY.items() if setting in changed), usual),
         evidence=evidence,
-        command=findings.command_of_step(study, about.config, *filter(None, [name])),
+        command=findings.command_of_step(study, about.config, *filter(None, [name]), base=about.profile.label),
         share=share,
         usable=row is not None and row.verdict == FASTER and judged.verdict in GOOD,
     )
@@ -405,7 +412,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         roofline=peers.limits_sentence(study, about.speed),
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
-        all_changes=findings.command_of_step(study, config),
+        all_changes=findings.command_of_step(study, config, base=about.profile.label),
         targets=tables.markdown(met),
         bands=TARGETS,
         budget=bd,

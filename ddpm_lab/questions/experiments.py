@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, LabError, choice, missing_to_explain, number
+from ddpm_lab.data.packed import is_prepared, place_of, read_manifest
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.answer import Answer
@@ -26,7 +27,7 @@ from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about, machine_key, note, read_study, study
-from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder, read_settings
+from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
@@ -174,7 +175,7 @@ def recommendation(
     """
     choice("preset", preset, PRESETS)
     output, searched = output_folder(output_dir), False
-    of = {name: settings.get(name) for name in ("network", "device")}
+    of: dict[str, Any] = {name: settings.get(name) for name in ("network", "device")}
     if ledger is not None or machine is not None:
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
     if preset != "quick" if minutes is None else minutes > 0:
@@ -191,10 +192,24 @@ def recommendation(
         else:
             base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
             of = {"network": None if base.is_own else base.network, "device": base.device}
-    shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    if searched or _may_replace(output / FILE, shown):
+            images = {"data": base.data_sha256}
+    if not searched:
+        used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
+        _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
+        images = {} if workload else _images_of(settings, output)
+    shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
+    if not shown.records:
+        shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
+    if (searched and preset != "smoke") or _may_replace(output / FILE, shown):
         write_settings(shown)
     return answer(shown)
+
+
+def _images_of(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """Hash of the images that settings name; nothing where they were never prepared."""
+    how = {name: settings[name] for name in ("image_size", "held_out", "skip_bad") if name in settings}
+    folder, _ = place_of(settings.get("data", "synthetic"), output / PREPARED, **how)
+    return {"data": read_manifest(folder).content_hash} if is_prepared(folder) else {}
 
 
 def _may_replace(file: Path, shown: Study) -> bool:

@@ -33,6 +33,7 @@ from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space,
 from ddpm_lab.questions.profile import TARGETS, named
 from ddpm_lab.questions.search import Belief, believe, observations
 from ddpm_lab.record import RunRecord, moment
+from ddpm_lab.training.setting import usual_settings
 
 QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
@@ -495,12 +496,14 @@ def _of_search(found: Recommendation) -> Finding:
     where, base = found.study, found.space.baseline
     rest = (found.tried, *machine_state.warnings(where))
     if len(found.steps) == 1:
-        if found.belief.sets.keys() <= {found.space.start}:
-            goes_on = _search_command(where, found.space)
-            return plain(where, "The search has tried nothing yet", stats.TOO_FEW, *rest, way_out=goes_on)
         if lost := next((r for r in where.records if r.role == "candidate"), None):
             failed = f"Keep the baseline{_for(base)}: {lost.label}, fastest in the search, failed when measured again"
             return plain(where, failed, FAILED, *rest, way_out=_search_command(where, found.space))
+        tried, sets = found.belief.sets.keys() - {found.space.start}, found.belief.sets.get(found.space.start, 0)
+        if not tried or sets < stats.LEAST_SETS:
+            none = f"Nothing faster is found yet{_for(base)}, in {phrases.plural(sets, 'short set')}"
+            said = none if tried else "The search has tried nothing yet"
+            return plain(where, said, stats.TOO_FEW, *rest, way_out=_search_command(where, found.space))
         return plain(where, f"Keep the baseline{_for(base)}: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
@@ -624,8 +627,8 @@ def answer(study: Study) -> Answer:
 def write_settings(study: Study) -> Path | None:
     """Write what the last search in a study recommends as TOML; None without a search, or of the user's own training.
 
-    Where nothing was shown to be faster and not worse that is the baseline. The steps are those of a training of STEPS
-    steps of the baseline. Raises OSError if the folder cannot be written.
+    Where nothing was shown to be faster and not worse, the file leaves the settings for speed to ``train``. The steps
+    are those of a training of STEPS steps of the baseline. Raises OSError if the folder cannot be written.
     """
     found = recommendation(study)
     if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
@@ -633,10 +636,12 @@ def write_settings(study: Study) -> Path | None:
     config = found.best.row.config
     elsewhere = () if Path(config.data).is_dir() else ("data", "data_sha256")
     dropped = (*NOT_IN_FILES, *elsewhere, "threads")  # as many as are free when it trains
+    if not found.count:
+        dropped = (*dropped, *usual_settings(config.device), "compile_mode")
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
     told = [
-        _of_search(found).headline + ", so these are the settings of the baseline" * (not found.count),
+        _of_search(found).headline + "; settings for speed are left to train" * (not found.count),
         f"Measured on {found.study.hardware}, {found.study.date}, by ddpm-lab recommend.",
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]

@@ -21,7 +21,20 @@ import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.config import RunConfig
-from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Cell, Experiment, Family, Plan, Space, Trial, Value
+from ddpm_lab.plan import (
+    BATCH,
+    LEAST_SETS,
+    RECOMMENDATION,
+    SEARCH,
+    START,
+    Cell,
+    Experiment,
+    Family,
+    Plan,
+    Space,
+    Trial,
+    Value,
+)
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
@@ -180,7 +193,7 @@ FEW_SETS = -1.2816
 TOLERANCE, RIVALS = 0.001, 10
 """Expected improvement, in logarithm, at which a search ends; no rival has less than so many parts of the largest."""
 SIMPLER = 0.005  # of cells whose speed differs by less the one with the fewest changes wins
-LEAST_SETS, TRIES, AT_ONCE = 2, 2, 5  # sets of a winner, failures after which a cell is given up, and cells in a set
+WINNER_SETS, TRIES, AT_ONCE = 2, 2, 5  # sets of a winner, failures after which a cell is given up, and cells in a set
 COMPILE_SHARE = 0.5  # of the time that is left: no more is spent on a first compile
 
 
@@ -206,8 +219,8 @@ def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]
 class Belief:
     """Mean and covariance (n, n) of ln(speed of a cell / the baseline's), for every cell, given the sets so far.
 
-    ``sets`` counts the sets that measured each cell. ``noise`` is the standard deviation of one configuration between
-    sets, at the upper end of what the twins say. Cells that are ``lost`` fail here.
+    ``sets`` counts the sets that measured each cell, the baseline's all. ``noise`` is the standard deviation of one
+    configuration between sets, at the upper end of what the twins say. Cells that are ``lost`` fail here.
     """
 
     space: Space
@@ -257,7 +270,8 @@ class Belief:
         lead = max([start, *open_], key=self.speed)
         gains = {c: self.expected_gain(c, lead) for c in open_ if c != lead}
         most = max(gains.values(), default=0.0)
-        if most <= TOLERANCE and (lead == start or self.sets.get(lead, 0) >= LEAST_SETS):
+        enough = LEAST_SETS if lead == start else WINNER_SETS  # another is measured again
+        if most <= TOLERANCE and self.sets.get(lead, 0) >= enough:
             return []
         rivals = sorted((c for c in gains if gains[c] > most / RIVALS), key=lambda c: -gains[c] / seconds_of(c))
         return [*([lead] if lead != start else []), *rivals][:AT_ONCE]
@@ -287,7 +301,7 @@ def believe(space: Space, found: Sequence[Ratios]) -> Belief:
         space=space,
         mean=gain @ np.array([0.0, *(y for _, _, y in known)]),
         covariance=prior - gain @ prior[at],
-        sets=Counter(cells[i] for _, i, _ in known),
+        sets=Counter([space.start] * len(found) + [cells[i] for _, i, _ in known]),
         lost=frozenset(cells[i] for i, count in failures.items() if count >= TRIES),
         noise=math.sqrt(variance),
     )

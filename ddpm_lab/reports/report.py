@@ -89,7 +89,10 @@ def report(
     options["output_dir"] = None if output_dir is None else str(output_dir)
     budget = preset_called(preset).minutes if minutes is None else minutes
     more.pop("workload", None)  # which notebooks about the lab's own trainer lack, and are left out for
-    values = _values(choose(notebooks), options, more, every=not notebooks)
+    files = choose(notebooks)
+    if minutes is not None and [file.stem.partition("_")[2] for file in files] == [RECOMMENDATION]:
+        more.setdefault("minutes", minutes)  # to search
+    values = _values(files, options, more, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
         preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
@@ -156,7 +159,6 @@ class Report:
                 except (AttributeError, TypeError, ValueError):
                     executed.unlink(missing_ok=True)
             self.pages[file.stem] = page
-        self.index()
 
     @property
     def exit_code(self) -> int:
@@ -173,7 +175,8 @@ class Report:
     def all(self) -> None:
         """Measure, and make the pages of all notebooks one after the other, until a signal stops it."""
         try:
-            self.measure()
+            self.measure()  # what it refuses leaves an earlier report as it is
+            self.index()
             with Stop() as stop:
                 stop.gentle = True
                 for file in self.values:
