@@ -189,12 +189,15 @@ def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> N
 
 
 def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
-    records = planted.searched(gains=dict.fromkeys(planted.GAINS, 0.8), winner=(0, 0, 0, 0))
+    space = replace(planted.SPACE, baseline=replace(planted.BASE, image_size=64))
+    records = planted.searched(space, dict.fromkeys(planted.GAINS, 0.8), winner=(0, 0, 0, 0))
     found = question.answer(study(records))
     assert (found.finding.status, found.finding.sets) == (findings.ANSWERED, 0)
     first = next(r.set_id for r in records)
     short = [r for r in records if r.experiment != SEARCH or r.set_id == first]
-    assert question.answer(study(short)).finding.status == stats.TOO_FEW, "after a set, as in smoke"
+    few = question.answer(study(short)).finding
+    assert few.status == stats.TOO_FEW, "after a set, as in smoke"
+    assert few.way_out == "ddpm-lab recommend --network tiny --image-size 64 --batch-size 8"
     rows, belief = question.tried_table(of(records)), of(records).belief
     assert len(rows) >= 4
     fastest = max((c for c in belief.sets if any(c)), key=belief.speed)

@@ -417,8 +417,8 @@ COMMANDS = {
     "recommend": Command(
         recommend,
         "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device global_batch_size sets resolution only "
-        "ledger machine output-dir json",
+        "preset minutes data held-out skip-bad network workload device image_size global_batch_size sets resolution "
+        "only ledger machine output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",
             "global_batch_size": "the preset's",

@@ -534,6 +534,7 @@ def _search_command(study: Study, space: Space) -> str:
     words = ["ddpm-lab recommend"]
     words += ["--workload", shlex.quote(base.work_name)] if base.is_own else ["--network", base.network]
     words += ["--preset", space.preset] * (space.preset == "full")
+    words += ["--image-size", str(base.image_size)] * (base.image_size != USUAL_SIZE)
     words += [f"--batch-size {base.global_batch_size}"]
     words += [f"--only {shlex.quote(name + '=' + ','.join(keys))}" for name, keys in space.only]
     return " ".join([*words, *findings.where_of(study, base)])
