@@ -45,7 +45,7 @@ DEAD_KERNEL = 138
 """Exit status of papermill."""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
-NOTEBOOK_SECONDS = 6.0
+NOTEBOOK_SECONDS = 5.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
 
