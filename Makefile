@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev peers fid trackers report gpu lab test test-slow test-fake-cuda chaos lint audit lock clean
+.PHONY: help setup dev peers fid trackers report gpu lab test test-slow chaos lint audit lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -43,14 +43,11 @@ lab: setup ## open JupyterLab in the notebooks folder
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
 
 test: dev ## run the fast tests, three at a time, for some of them wait (ARGS='-n 0': one by one)
-	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu and not fake_cuda' $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 test-slow: dev ## run the other tests (those that need a GPU skip themselves without one)
-	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
 	@.venv/bin/python -m pytest -m alone $(ARGS)
-
-test-fake-cuda: dev ## run what only a GPU's host code does, on a CUDA without a GPU: no value is right or wrong there
-	@.venv/bin/python -m pytest -n 2 --dist worksteal -m fake_cuda tests/test_fake_cuda.py $(ARGS)
 
 chaos: dev ## attack the lab for ten minutes: damaged input, kills, misbehaving training; prints a table
 	@CHAOS=full .venv/bin/python -m pytest -n 2 --dist worksteal -m chaos $(ARGS)

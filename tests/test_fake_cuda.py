@@ -18,7 +18,7 @@ import pytest
 
 from ddpm_lab.config import LOADER_ALONE
 
-pytestmark = pytest.mark.fake_cuda
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 # The lab, with a ledger that keeps what such a GPU says.
@@ -76,18 +76,14 @@ def measured(fake: Fake, output: Path, data: Path | str, *questions: str, **gpus
     return rows(output)
 
 
-@pytest.fixture(scope="module")
-def one_gpu(fake: Fake, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    questions = ("profile", "amp", "workers", "batch_size", "quality", "multi_gpu")
-    return measured(fake, tmp_path_factory.mktemp("one"), SYNTHETIC, *questions, memory_mb=400)
-
-
 def told(found: Iterable[dict[str, Any]], experiment: str, role: str) -> dict[str, str]:
     """Status by label of an experiment's records of one role."""
     return {r["label"]: r["status"] for r in found if (r["experiment"], r["role"]) == (experiment, role)}
 
 
-def test_every_record_is_of_the_gpu_that_is_there(one_gpu: list[dict[str, Any]]) -> None:
+def test_questions_of_one_gpu_and_the_largest_batch_ends_where_memory_does(fake: Fake, tmp_path: Path) -> None:
+    questions = ("profile", "amp", "workers", "batch_size", "quality", "multi_gpu")
+    one_gpu = measured(fake, tmp_path, SYNTHETIC, *questions, memory_mb=400)
     trained = [r for r in one_gpu if r["config"]["device"] == "cuda" and r["ranks"]]
     assert {r["experiment"] for r in trained} > {"amp", "batch_size", "quality"}
     for record in trained:
@@ -97,18 +93,8 @@ def test_every_record_is_of_the_gpu_that_is_there(one_gpu: list[dict[str, Any]])
             (rank,) = record["ranks"]
             assert 0 < rank["peak_memory_bytes"] <= rank["peak_reserved_bytes"] <= 400 << 20
         assert {w["backend"] for w in record["witness"]["ranks"]} == {"nccl"}
-
-
-ONE = {
-    "amp": ["bf16", "fp16", "tf32"],
-    "workers": ["1 worker"],
-    "batch_size": ["batch 256"],
-}
-TWO = {"multi_gpu": ["2 GPUs"], "exchange": ["no exchange (no training)", "bf16 hook"]}
-
-
-def test_questions_of_one_gpu_and_the_largest_batch_ends_where_memory_does(one_gpu: list[dict[str, Any]]) -> None:
-    for experiment, labels in ONE.items():
+    candidates = {"amp": ["bf16", "fp16", "tf32"], "workers": ["1 worker"], "batch_size": ["batch 256"]}
+    for experiment, labels in candidates.items():
         assert told(one_gpu, experiment, "candidate") == dict.fromkeys(labels, "ok")
         assert set(told(one_gpu, experiment, "baseline").values()) == {"ok"}
     tried = told(one_gpu, "batch_size", "search")
@@ -122,14 +108,10 @@ def test_compiling(fake: Fake, tmp_path: Path) -> None:
     assert told(found, "torch_compile", "candidate") == {"compiled": "ok"}
 
 
-@pytest.fixture(scope="module")
-def two_gpus(fake: Fake, tmp_path_factory: pytest.TempPathFactory, data: Path) -> list[dict[str, Any]]:
-    return measured(fake, tmp_path_factory.mktemp("two"), data, "multi_gpu", "exchange", "all_reduce", devices=2)
-
-
-def test_questions_of_two_gpus(two_gpus: list[dict[str, Any]]) -> None:
-    for experiment, labels in TWO.items():
-        assert told(two_gpus, experiment, "candidate") == dict.fromkeys(labels, "ok")
+def test_questions_of_two_gpus(fake: Fake, tmp_path: Path, data: Path) -> None:
+    two_gpus = measured(fake, tmp_path, data, "multi_gpu", "exchange", "all_reduce", devices=2)
+    assert told(two_gpus, "multi_gpu", "candidate") == {"2 GPUs": "ok"}
+    assert told(two_gpus, "exchange", "candidate") == {"no exchange (no training)": "ok", "bf16 hook": "ok"}
     for record in (r for r in two_gpus if r["config"]["world_size"] == 2 and r["ranks"]):
         found = [(rank["device"], rank["device_uuid"]) for rank in record["ranks"]]
         assert found == [("cuda:0", UUIDS[0]), ("cuda:1", UUIDS[1])]

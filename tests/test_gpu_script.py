@@ -58,7 +58,6 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_folder_of_a_dry_run_is_one_to_publish(tmp_path: Path) -> None:
     words, results = ("--device", "cpu"), tmp_path / "results"
     code, steps, _ = run(tmp_path, *words, "--minutes", "0")
