@@ -204,6 +204,7 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (row(1.6, count=2), "ddpm-lab run amp --batch-size 8"),
         (reached, "ddpm-lab run amp --batch-size 8"),  # a resolution that is reached asks for nothing
         (sides, "ddpm-lab compare main 'my side'"),
+        (replace(reached, experiment="compare"), "ddpm-lab compare fp32 bf16 --resolution 1.5%"),  # where it has ended
         (large, "ddpm-lab run amp --network seed --image-size 64 --data DATA --batch-size 32"),
         (row(1.6, replace(BASE, device="cuda"), count=2), "ddpm-lab run amp --network tiny --batch-size 8"),
         (row(1.6, replace(BASE, seed=3), count=2), "ddpm-lab run amp --seed 3 --batch-size 8"),

@@ -595,6 +595,8 @@ def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
     few, whole = bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)
     assert "nothing measured here is faster" in answered(tmp_path, few, whole)
     assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
+    no_primary = question.answer(study(bf16(0.85, primary=""))).finding
+    assert no_primary.status == findings.ANSWERED
 
 
 def test_ones_own_trials_on_other_images_count_before_published_ones(tmp_path: Path) -> None:
