@@ -433,6 +433,19 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: La
     assert any("1 of 2" in line for line in asking.lines)
 
 
+def test_what_too_many_threads_could_not_measure_is_tried_with_fewer(
+    lab: Lab, asking: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may disturb every set, and take less than counts as a core; with one thread there are no fewer."""
+    for threads, free, load, asked in ((0, 2, 0.3, [1]), (3, 3, 2.0, [2]), (1, 1, 2.0, [])):
+        monkeypatch.setattr(planning, "free_cores", lambda free=free: free)
+        lab.forget()
+        lab.sets, lab.loads, asking.asked = [], [load] * 100, []
+        question = experiment(family("f", 1, primary="c1", shared={"threads": threads}))
+        found = asking.planned(question, seconds=80).measure()
+        assert (asking.asked, found.completed) == (asked, load < 1)
+
+
 def test_cores_are_chosen_again_after_waiting_for_another_measurement(
     asking: Planning, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ class Planned:
                 kept = campaign.measured_sets
                 most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
                 raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
-            if campaign.crowded_out and (again := self._on_free_cores()):
+            if campaign.crowded_out and (again := planned._on_free_cores()):
                 left = campaign.seconds_left()
                 if left is not None:  # an answer is worth more than the time
                     left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
@@ -202,16 +202,19 @@ class Planned:
         return planned
 
     def _on_free_cores(self) -> Planned | None:
-        """The same question for the cores that other processes leave; None where these are all, or too few for it."""
-        cores, free = hardware.usable_cores(), free_cores() if self.on_cores else 0
-        if self.on_cores is None or free == cores:
+        """The same question for the cores that other processes leave; None where these are too few for it."""
+        config = self.experiment.configurations[0]
+        cores = config.threads * config.node_size or hardware.usable_cores()
+        if self.on_cores is None or cores == 1:
             return None
+        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
+        free = min(free_cores(), cores - 1)
         try:
             again = self.on_cores(free)
         except ConfigError as error:
             self.progress.stay(str(error))
             return None
-        self.progress.stay(f"too busy for all cores: measured with {free} of {cores} instead")
+        self.progress.stay(f"too busy: measured with {free} of {cores} cores instead")
         return again
 
 
