@@ -23,7 +23,7 @@ from ddpm_lab.questions import planning as pairs
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.comparison import first_losses, measure
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import plan_pair
+from ddpm_lab.questions.planning import Planned, plan_pair
 
 MINE = """
 import time
@@ -170,18 +170,25 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     pair = (RunConfig(), RunConfig(precision="bf16"))
     how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}
+
+    def threads(planned: Planned) -> list[int]:
+        return [c.threads for c in planned.campaign.experiment.configurations]
+
     one = plan_pair(pair, **how)
-    assert [c.threads for c in one.campaign.experiment.configurations] == [1, 1]
+    assert threads(one) == [1, 1]
     assert one.on_cores is not None
-    both = one.on_cores(2)
-    assert [c.threads for c in both.campaign.experiment.configurations] == [0, 0]
-    assert plan_pair((RunConfig(threads=2), pair[1]), **how).campaign.experiment.configurations[0].threads == 2
-    assert looked == [1], "what says its threads keeps them"
+    assert threads(one.on_cores(2)) == threads(plan_pair(pair, cores=2, **how)) == [0, 0]
+    said = plan_pair((RunConfig(threads=2), pair[1]), **how)
+    assert (threads(said), said.on_cores, looked) == ([2, 0], None, [1]), "what says its threads keeps them"
+    for cores, second, why in ((3, pair[1], "2 are usable"), (1, RunConfig(threads=2), "a side says how many threads")):
+        with pytest.raises(ConfigError, match=why):
+            plan_pair((pair[0], second), cores=cores, **how)
     shown = make.sets({"b": (pair[1], 1.5)}, baseline=pair[0], experiment="compare")[0]
     shown = dataclasses.replace(shown, role="look", windows=(), look={"sets": [shown.set_id], "log_ratios": {}})
     here = dataclasses.replace(shown.environment, machine=hardware.machine())
-    Ledger(tmp_path / LEDGER).append([dataclasses.replace(shown, environment=here)])
-    assert [c.threads for c in plan_pair(pair, **how).campaign.experiment.configurations] == [0, 0]
+    for code, known in (("other", [1, 1]), (how["code"].key, [0, 0])):
+        Ledger(tmp_path / LEDGER).append([dataclasses.replace(shown, environment=here, code_version=code)])
+        assert threads(plan_pair(pair, **how)) == known, "edited code chooses anew"
     with pytest.raises(ConfigError, match="2 CPU ranks need 2 cores, 1 are free, since other processes take the rest"):
         plan_pair((RunConfig(world_size=2), RunConfig(world_size=2, precision="bf16")), **how)
 

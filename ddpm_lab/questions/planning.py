@@ -433,10 +433,7 @@ def cores_of(
     """
     most, own, batch = instrument.usable_cores, asked.workload is not None, asked.grid.get("global_batch_size")
     if asked.cores is not None:
-        whole("cores", asked.cores, 1)
-        if asked.cores > most:
-            raise ConfigError(f"cores is {asked.cores}: {most} are usable here, give at most that")
-        return asked.cores
+        return _checked(asked.cores, most)
     if device == "cuda" or most == 1 or asked.preset == "smoke":  # which calls nothing
         return most
     mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, hardware.machine().key)]
@@ -455,6 +452,14 @@ def cores_of(
     if known:
         return most if 0 in known else max(known)
     return most if target.seconds == 0 else free_cores()
+
+
+def _checked(cores: int, most: int) -> int:
+    """Cores that are asked for. Raises ConfigError for more than are usable."""
+    whole("cores", cores, 1)
+    if cores > most:
+        raise ConfigError(f"cores is {cores}: {most} are usable here, give at most that")
+    return cores
 
 
 def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
@@ -481,13 +486,19 @@ def plan_pair(
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
-    ``cores`` of a CPU are those of earlier sets, or that are free. ``how`` is as in ``plan_experiment``. Raises
-    ConfigError where this machine cannot, or the work is not equal.
+    ``cores`` of a CPU are those of earlier sets, or that are free; all of them where a side says how many threads it
+    takes. ``how`` is as in ``plan_experiment``. Raises ConfigError where this machine cannot, or the work is not equal.
     """
     if how.get("minutes") == 0:
         raise ConfigError("minutes is 0: give more, or leave it out for no limit")
-    most = hardware.usable_cores()
-    free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
+    most, plan = hardware.usable_cores(), partial(plan_pair, pair, names, output=output, **how)
+    if cores is None and most > 1 and not any(c.device == "cuda" or c.threads for c in pair):
+        code = plan(cores=most).campaign.instrument.code
+        chosen = plan(cores=cores_of_pair(pair, code, Ledger(output / LEDGER)), code=code)
+        return replace(chosen, on_cores=lambda n: plan(cores=n))
+    free = most if cores is None else _checked(cores, most)
+    if free < most and any(c.threads for c in pair):
+        raise ConfigError(f"cores is {cores}, and a side says how many threads it takes: leave one of the two out")
     for config in pair:
         ranks, gpus = config.world_size, len(hardware.gpus())
         setting.check_ranks(config.device, ranks, gpus, free, limited=free < most)
@@ -501,27 +512,19 @@ def plan_pair(
     )
     asked = Experiment(name="compare", families=(family,))
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    planned = plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
-    again = None if cores else lambda n: plan_pair(pair, names, output=output, cores=n, **how)
-    return dataclasses.replace(planned, on_cores=again)
+    return plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
 
 
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
-    """Cores to compare two configurations with: those of an earlier answer here, or those that are free.
-
-    All of them where a side is not for the CPU, or says how many threads it takes.
-    """
-    most = hardware.usable_cores()
-    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
-        return most
-    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
-    wanted = ("compare", "look", hardware.machine().key)
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == wanted]
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], code: CodeVersion, ledger: Ledger) -> int:
+    """Cores to compare two configurations with: those of an earlier answer of this code, or those that are free."""
+    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
+    wanted = ("compare", "look", hardware.machine().key, code.key)
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key, h.cohort[1]) == wanted]
     known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
     return max(known, default=0) or free_cores()
 
 
 def on_cores(config: RunConfig, cores: int) -> RunConfig:
     """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
-    whole_machine = cores >= hardware.usable_cores()
+    whole_machine = config.device == "cuda" or cores >= hardware.usable_cores()
     return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))
