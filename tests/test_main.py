@@ -105,6 +105,7 @@ REFUSED = {
     "recommend --minutes 0.1": ["minutes is 0.1"],
     "recommend --minutes -5": ["minutes is -5"],
     "recommend --only precision": ["--only is 'precision'"],
+    "recommend --cores 99": ["cores is 99"],
     "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
     "benchmark --machine here": ["--ledger"],
     "benchmark --ledger none.jsonl": ["none.jsonl"],
@@ -115,6 +116,8 @@ REFUSED = {
     "prepare synthetic DEST --image-size 99999": ["99999", "16,384"],
     "compare WORK.toml GRID.toml": ["WORK.toml holds a command line"],
     "compare 'python a.py --x=a:b' mine:step --per-step 4": ["python a.py --x=a:b", "two of a kind"],
+    "compare mine:a mine:b --cores 99": ["cores is 99"],
+    "compare 'python a.py' 'torchrun a.py' --cores 1": ["cores is 1", "chooses its threads itself"],
     "compare mine:a mine:b --gate --markdown none/page.md": ["none/page.md", "--markdown"],
     "report --notebook CELL.ipynb --output-dir out": ["CELL.ipynb is no notebook"],
 }

@@ -228,7 +228,7 @@ def compare(options: argparse.Namespace) -> int:
     if path := expanded(options.markdown or os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull) if decides else None:
         with writing(path, option="--markdown, or $GITHUB_STEP_SUMMARY"):
             path.open("a").close()
-    how = given(options, "minutes", "sets", "device", "output_dir", "per_step", "optimizer", "as_is")
+    how = given(options, "minutes", "sets", "cores", "device", "output_dir", "per_step", "optimizer", "as_is")
     how["resolution"] = wanted
     if against is None:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
@@ -303,7 +303,7 @@ def recommend(options: argparse.Namespace) -> int:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = None if no_search else MINUTES.get(options.preset or "quick")
     settings: dict[str, Any] = {"minutes": minutes} | asked(options)
-    settings |= given(options, "seeds", "images", "ledger", "machine")
+    settings |= given(options, "seeds", "images", "cores", "ledger", "machine")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")
@@ -406,8 +406,8 @@ COMMANDS = {
     "compare": Command(
         compare,
         "compare mine:before mine:after --resolution 2%",
-        "baseline candidate against always per-step optimizer as-is resolution minutes sets device output-dir tracker "
-        "gate threshold strict markdown json",
+        "baseline candidate against always per-step optimizer as-is resolution minutes sets cores device output-dir "
+        "tracker gate threshold strict markdown json",
         {
             "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",
             "sets": "the most sets to measure (default: 100)",
@@ -417,8 +417,8 @@ COMMANDS = {
     "recommend": Command(
         recommend,
         "recommend --minutes 10",
-        "preset minutes data held-out skip-bad network workload device image_size global_batch_size sets resolution "
-        "only ledger machine output-dir json",
+        "preset minutes data held-out skip-bad network workload device image_size global_batch_size sets cores "
+        "resolution only ledger machine output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",
             "global_batch_size": "the preset's",

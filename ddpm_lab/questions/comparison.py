@@ -119,6 +119,7 @@ def compare(
     resolution: float = RESOLUTION,
     minutes: float | None = None,
     sets: int = MOST_SETS,
+    cores: int | None = None,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
@@ -139,6 +140,7 @@ def compare(
         resolution: the smallest relative difference to be found: 0.02 is 2 %.
         minutes: time budget; None is no limit.
         sets: the most sets to measure.
+        cores: to measure with on a CPU; None is as many as an earlier answer of the same code had, or as are free.
         device: cpu or cuda, for sides that do not say; None is the GPU where there is one.
         output_dir: folder that receives ``trace_output/`` and ``image_output/``; None is the checkout.
         quiet: show no progress.
@@ -146,7 +148,7 @@ def compare(
     Raises:
         ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
     """
-    where: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
+    where: dict[str, Any] = {"cores": cores, "device": device, "output_dir": output_dir, "quiet": quiet}
     return answer(measure(baseline, candidate, resolution=resolution, minutes=minutes, sets=sets, **where))
 
 

@@ -51,8 +51,8 @@ def compare_revisions(
 
     ``step`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
     ``against``, the baseline, is any revision that git knows here. ``always`` measures identical code too. The rest
-    is as in ``compare``; ``limits`` are resolution, minutes and sets. Code that is the same passes unmeasured. Raises
-    ConfigError where there is no such repository or revision, a side cannot be run, or what times them differs.
+    is as in ``compare``; ``limits`` are resolution, minutes, sets and cores. Code that is the same passes unmeasured.
+    Raises ConfigError where there is no such repository or revision, a side cannot be run, or what times them differs.
     """
     if scripts.is_command(step):
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}

@@ -154,6 +154,7 @@ def compare_commands(
     per_step: Sequence[int] = (1,),
     optimizer: str | None = None,
     as_is: bool = False,
+    cores: int | None = None,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
@@ -175,6 +176,10 @@ def compare_commands(
         configuration(command, place, images=count, **how)
         for command, place, count in ((baseline, "A", images[0]), (candidate or baseline, "B", images[1]))
     )
+    # All cores where a side chooses its threads itself; otherwise those that are free.
+    itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in (one, two))
+    if cores is not None and itself:
+        raise ConfigError(f"cores is {cores}, and a side chooses its threads itself: leave it out")
     with _revision(against) as tree:
         one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
         two, beside, other = look(two, instrument, "B")
@@ -188,9 +193,7 @@ def compare_commands(
         if not quiet:
             for line in unequal(ran, other, images):
                 say(f"note: {line}", error=True)
-        # All cores where a side chooses its threads itself; otherwise those that are free.
-        itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in (one, two))
-        begun, cores = time.time(), hardware.usable_cores() if itself else None
+        begun, cores = time.time(), hardware.usable_cores() if itself else cores
         how = {"output": output, "quiet": quiet, "cores": cores, **limits}
         key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
         code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
