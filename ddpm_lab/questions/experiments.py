@@ -30,11 +30,11 @@ from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about,
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
-from ddpm_lab.plan import OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Space
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Space
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
@@ -360,40 +360,57 @@ def recommend(
     ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
     the time of all of it. ``only`` and ``global_batch_size`` say what is searched (see ``search``); ``sets``,
     ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``, else no
-    trials. The other settings, and the errors, are those of ``planning.plan_question``.
+    trials. The other settings, and the errors, are those of ``planning.plan_question``. Where other processes disturb
+    every set, all of it starts again with fewer cores.
     """
-    if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
-        raise ConfigError(
-            f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
-            f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
-        )
+    _check_minutes(minutes)
     settings["preset"] = preset
     seconds = math.inf if minutes is None else 60 * minutes
     ends = time.monotonic() + seconds
     trained = preset == "full" if seeds is None else bool(seeds)
     search_ends = ends - (0.0 if minutes is None else seconds * (1 - (BESIDE_TRIALS if trained else SEARCH_SHARE)))
-    planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
+    searched: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
+    found: dict[str, Any] = {"sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
+    planned, asked = plan_question(SEARCH, **searched, **settings), {**searched, **found, **settings}
+
+    def on_cores(free: int | None) -> Planned:
+        left = minutes and max(LEAST_MINUTES, (OVERRUN - 1) * minutes, (ends - time.monotonic()) / 60)
+        return recommend(minutes=left, **asked | {"cores": free})
+
+    if preset != "smoke" and settings.get("cores") is None:
+        planned = dataclasses.replace(planned, on_cores=on_cores)
     space = planned.campaign.experiment.space
     if space is None:  # the user's training does its own steps
         raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
     base = space.baseline  # what is found is measured on the same device, cores and network
     settings |= {"device": base.device, "cores": base.threads * base.node_size or hardware.usable_cores()}
-    settings |= {} if base.is_own else {"network": base.network}
-    settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
+    settings |= {"space": space, **found} | ({} if base.is_own else {"network": base.network})
     plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
         while True:
             may_win = _admissible(planned.campaign, space)
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
+            if planned.campaign.crowded_out and (fewer := planned.on_free_cores()):
+                return fewer
             winner = belief.winner(may_win)
             left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
             again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
             _note_space(again.campaign, space)
             measured = again.measure()
+            if measured.campaign.crowded_out and (fewer := planned.on_free_cores()):
+                return fewer
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
                 return dataclasses.replace(measured, before=measured.before + planned.campaign.measured_sets)
             # Trials call the winner worse: search without it.
+
+
+def _check_minutes(minutes: object) -> None:
+    if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
+        raise ConfigError(
+            f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
+            f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
+        )
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
@@ -430,6 +447,10 @@ def find(
         new = campaign.measure(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
         # Of a set that others disturbed nothing is known, and it is measured again.
+        campaign.disturbed += crowded(new)
+        campaign.crowded_out = base.device == "cpu" and campaign.disturbed == campaign.measured_sets
+        if campaign.crowded_out and campaign.disturbed >= LEAST_SETS and planned.on_cores:
+            return None
         return next(iter(search.observations(new, space.baseline.run_id)), {} if crowded(new) else None)
 
     def seconds_of(cell: Cell) -> float:

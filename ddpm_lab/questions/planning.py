@@ -121,8 +121,8 @@ class Settings:
 class Planned:
     """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
 
-    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets
-    of a first attempt with all cores.
+    ``on_cores`` plans the same question for so many cores (a search it also measures); None where they were asked for.
+    ``before`` counts the sets of a first attempt with more cores.
     """
 
     campaign: Campaign
@@ -191,7 +191,7 @@ class Planned:
                 kept = campaign.measured_sets
                 most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
                 raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
-            if campaign.crowded_out and (again := planned._on_free_cores()):
+            if campaign.crowded_out and (again := planned.on_free_cores()):
                 left = campaign.seconds_left()
                 if left is not None:  # an answer is worth more than the time
                     left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
@@ -201,7 +201,7 @@ class Planned:
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned
 
-    def _on_free_cores(self) -> Planned | None:
+    def on_free_cores(self) -> Planned | None:
         """The same question for the cores that other processes leave; None where these are too few for it."""
         config = self.experiment.configurations[0]
         cores = config.threads * config.node_size or hardware.usable_cores()
@@ -209,13 +209,12 @@ class Planned:
             return None
         # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
         free = min(free_cores(), cores - 1)
+        self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
         try:
-            again = self.on_cores(free)
+            return self.on_cores(free)
         except ConfigError as error:
             self.progress.stay(str(error))
             return None
-        self.progress.stay(f"too busy: measured with {free} of {cores} cores instead")
-        return again
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
@@ -486,7 +485,7 @@ def plan_pair(
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
-    ``cores`` of a CPU are those of earlier sets, or that are free; all of them where a side says how many threads it
+    ``cores`` of a CPU are those of an earlier answer, or that are free; all where a side says how many threads it
     takes. ``how`` is as in ``plan_experiment``. Raises ConfigError where this machine cannot, or the work is not equal.
     """
     if how.get("minutes") == 0:
