@@ -311,6 +311,10 @@ def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
     disturbed = [r for r in planted.searched(winner=(0, 0, 0, 0)) if r.experiment != SEARCH]
     busy = [r for r in planted.searched() if r.role == "space"]
     busy += make.sets({"bf16": (NARROW, 1.5)}, experiment=RECOMMENDATION, crowded=range(6))
+    later = busy[:1]
+    how: dict[str, Any] = {"experiment": RECOMMENDATION, "baseline": planted.BASE}
+    for family, lost in ((later[0].family, range(6)), ("of an earlier search", range(0))):
+        later += make.sets({"bf16": (replace(planted.BASE, precision="bf16"), 1.5)}, family=family, crowded=lost, **how)
     own = RunConfig(workload=OWN, options=(("make", "mine:make"),))
     mine = {"bf16": (replace(own, precision="bf16"), 1.6)}
     one, two, wide = RunConfig(network="seed", loader="files"), RunConfig(world_size=2), RunConfig(image_size=64)
@@ -319,7 +323,7 @@ def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
     gpus = make.on(make.GPUS, make.sets({"2 ranks": (two, 1.0)}, experiment="multi_gpu", **hidden))
     workers = make.sets({"1": (replace(one, loader_workers=1), 1.0)}, experiment="workers", baseline=one, count=2)
     for records, way_out in (
-        *((searched, "recommend --network tiny --batch-size 8") for searched in (*undecided, disturbed, busy)),
+        *((searched, "recommend --network tiny --batch-size 8") for searched in (*undecided, disturbed, busy, later)),
         (make.sets(mine, baseline=own, crowded=range(6)), "report --workload mine:make"),
         (make.sets(mine, baseline=own, count=3), "report --workload mine:make"),
         *((found, "report") for found in (peers, gpus, [*amp(count=2), *workers])),

@@ -286,11 +286,14 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     def where(c: Comparison) -> str:
         return _for(c.baseline) + f" at batch {c.baseline.global_batch_size}" * several
 
-    able = [c for c in comparisons(study) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
+    last = _last_space(study)
+    mine = tuple(r for r in study.records if last and _family_of(r) == _family_of(last) and r.role != "space")
+    late = replace(study, records=mine or study.records)  # without the sets of earlier searches
+    able = [c for c in comparisons(late) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
     if not rows and any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
-        last = _last_space(study)
         search = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else ""
-        return plain(study, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=search or _again(study))
+        warnings = machine_state.warnings(late)
+        return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=search or _again(study))
     if not rows:
         return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
     if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
