@@ -437,12 +437,18 @@ def test_what_too_many_threads_could_not_measure_is_tried_with_fewer(
     lab: Lab, asking: Planning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may disturb every set, and take less than counts as a core; with one thread there are no fewer."""
-    for threads, free, load, asked in ((0, 2, 0.3, [1]), (3, 3, 2.0, [2]), (1, 1, 2.0, [])):
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
+    rows: list[tuple[dict[str, Any], int, float, list[int]]] = [
+        ({}, 3, 0.3, [2]),
+        ({"threads": 3}, 3, 2.0, [2]),
+        ({"world_size": 2}, 2, 2.0, [1]),  # of three cores they take two
+        ({"threads": 1}, 1, 2.0, []),
+    ]
+    for shared, free, load, asked in rows:
         monkeypatch.setattr(planning, "free_cores", lambda free=free: free)
         lab.forget()
         lab.sets, lab.loads, asking.asked = [], [load] * 100, []
-        question = experiment(family("f", 1, primary="c1", shared={"threads": threads}))
-        found = asking.planned(question, seconds=80).measure()
+        found = asking.planned(experiment(family("f", 1, primary="c1", shared=shared)), seconds=80).measure()
         assert (asking.asked, found.completed) == (asked, load < 1)
 
 

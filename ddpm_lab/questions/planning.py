@@ -204,7 +204,7 @@ class Planned:
     def on_free_cores(self) -> Planned | None:
         """The same question for the cores that other processes leave; None where these are too few for it."""
         config = self.experiment.configurations[0]
-        cores = config.threads * config.node_size or hardware.usable_cores()
+        cores = config.rank_threads(hardware.usable_cores()) * config.node_size
         if self.on_cores is None or cores == 1:
             return None
         # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
