@@ -25,7 +25,7 @@ from ddpm_lab.explain import quality
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import COMPARED, comparisons
 from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about, machine_key, note, read_study, study
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
@@ -34,7 +34,7 @@ from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Space
+from ddpm_lab.plan import LEAST_SETS, OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Family, Space
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
@@ -42,7 +42,7 @@ from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
 from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
-from ddpm_lab.record import RunRecord, crowded
+from ddpm_lab.record import TWIN, RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
 PRIMARY_SHARE = 0.75  # of the time that is left, which the primary comparisons still to come may take
@@ -135,6 +135,7 @@ def study_of(measured: Planned) -> Study:
     configurations, output = measured.experiment.configurations, measured.output
     if name == "compare":  # where each of the two may have been the other's baseline before
         records = [r for r in records if r.role in (LOOK, TRIAL) or r.baseline_id == configurations[0].run_id]
+        records = [_named_as(measured.experiment.families[0], r) for r in records]
     ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
         study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)
@@ -148,6 +149,15 @@ def study_of(measured: Planned) -> Study:
         measured_sets=measured.measured_sets,
         resolution=measured.campaign.target.resolution,
     )
+
+
+def _named_as(family: Family, record: RunRecord) -> RunRecord:
+    """A record under the names that are asked for now: sets count together, whatever their sides were called."""
+    if record.role not in COMPARED:
+        return record
+    labels = {family.baseline.run_id: family.baseline_label, **{c.run_id: label for label, c in family.candidates}}
+    label = labels.get(record.run_id, record.label) + " again" * (record.role == TWIN)
+    return dataclasses.replace(record, family=family.name, label=label)
 
 
 def records_of(measured: Planned) -> list[RunRecord]:
