@@ -32,14 +32,15 @@ ROLES = (
     *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
     *("note", "space", "look"),
 )
-STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "awake", "left out")
 TRIED = ("steps", "losses", "held_out", "weights_sha256")  # what the quality of a trial that went well says
 MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
 """Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
 LASTING = ("diverged", "refused")
 """Failures that another try on the same machine and code would meet again.
 
-What is unsupported can be installed, and memory that was missing may have been another process's.
+What is unsupported can be installed, memory that was missing may have been another process's, and a thread that never
+sleeps may be one that a variable of the environment turns off.
 """
 HOST_THREADS = 2  # cores that a rank on a GPU wants: one launches the kernels of a step forwards, one backwards
 CROWDED_CORES = 0.25

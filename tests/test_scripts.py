@@ -142,6 +142,12 @@ def test_an_edited_script_or_file_of_settings_is_other_code(
     sourced = key()
     write(folder, {"sub/a.conf": "A=2\n"})
     assert key() != sourced, "read by the shell"
+    write(folder, {"sub/train": TRAIN.replace("64, 64", "64, len(__import__('os').environ['WIDTH'])")})
+    monkeypatch.setenv("WIDTH", "1")
+    narrow = key()
+    assert key() == narrow
+    monkeypatch.setenv("WIDTH", "22")
+    assert key() != narrow, "another network by a variable of the environment"
 
 
 @pytest.mark.slow

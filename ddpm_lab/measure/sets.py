@@ -393,7 +393,7 @@ class _Set:
             awake = [s for s, _ in found]
         for seat, taken in found if awake else ():
             how = f"keeps {taken:.1f} cores busy while it waits for its turn, as with a thread that never sleeps"
-            seat.failure = GroupFailed("refused", f"{how}: what is beside it would look slower than it is")
+            seat.failure = GroupFailed("awake", f"{how}: what is beside it would look slower than it is")
             seat.close()
 
     def one_at_a_time(self) -> None:

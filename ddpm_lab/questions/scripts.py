@@ -139,7 +139,9 @@ def look(
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
-    key = digest([instrument.code.key, seen["python"], seen["versions"], seen["threads"], held])
+    # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
+    ran = [seen[name] for name in (*RAN, "python", "versions") if name != "device"]
+    key = digest([instrument.code.key, *ran, held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
     code = CodeVersion(key, sources, tree, written=written)
     return dataclasses.replace(config, device=device), code, {**seen, "files": mine}
