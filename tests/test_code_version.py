@@ -14,7 +14,7 @@ from git_repository import git, repository, write
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
-from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, in_repository, is_library
+from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, in_repository, is_library, is_setting
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.measure.worktree import Repository, tree_of
 
@@ -50,7 +50,7 @@ from ddpm_lab.measure.code_version import astray, loaded, unlisted
 import planted_workload
 first = loaded()
 planted_workload.train()
-print(json.dumps([*first, unlisted({}), unlisted(json.loads(sys.argv[2])), astray(sys.argv[1] + "/inner")]))
+print(json.dumps([*first[:2], unlisted({}), unlisted(json.loads(sys.argv[2])), astray(sys.argv[1] + "/inner")]))
 print(json.dumps([m for m in sys.modules if m == 'torch' or m.startswith(('ddpm_lab.diffusion', 'ddpm_lab.training'))]))
 """
 
@@ -191,6 +191,17 @@ def test_what_pip_has_put_into_a_folder_is_a_library_and_what_lies_beside_it_is_
     write(target, {"nvml-1.0.dist-info/RECORD": "nvml.py,sha256=x,1\nsub/deep/one.py,,\n", **dict.fromkeys(listed, "")})
     assert {name: is_library(str(target / name)) for name in listed} == listed
     assert is_library(str(tmp_path / "python3" / "site-packages" / "any.py"))
+
+
+def test_which_files_that_a_workload_reads_are_settings(tmp_path: Path) -> None:
+    listed = {".lab/work/a.json": True, ".lab/work/conf/a.json": True, ".lab/work/.a.json": True}
+    listed |= dict.fromkeys((".lab/work/.git/a.json", ".lab/work/conf/__pycache__/a.json"), False)
+    listed |= dict.fromkeys((".lab/work/env/site-packages/one/a.json", ".lab/a.json", "named/a.json"), False)
+    write(tmp_path, dict.fromkeys(listed, ""))
+    places = [tmp_path / ".lab" / "work"]
+    assert {name: is_setting(str(tmp_path / name), places) for name in listed} == listed
+    assert is_setting(str(tmp_path / "named" / "a.json"), [*places, tmp_path / "named"])
+    assert not is_setting(str(places[0] / "none.json"), places)
 
 
 @pytest.fixture

@@ -128,6 +128,31 @@ def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_file_of_settings_that_a_loop_reads_is_code_unless_it_writes_it(mine: Path, tmp_path: Path) -> None:
+    """In the loop itself, at the first step; what is written is so in a set, after the look."""
+    mine.write_text(
+        MINE.format(pieces="len(open(HERE + '/settings.json').read() + open(HERE + '/log.json').read())").replace(
+            "        yield\n", "        yield\n        open(HERE + '/log.json', 'w').write('0123')\n"
+        )
+        + f"HERE = {str(tmp_path)!r}\n"
+    )
+    settings, log = tmp_path / "settings.json", tmp_path / "log.json"
+    settings.write_text("0" * 20)
+    log.write_text("")
+
+    def sets() -> int:
+        where: dict[str, Any] = {"output_dir": tmp_path / "out", "quiet": True}
+        return measure("mine:baseline", "mine:candidate", sets=1, **where).measured_sets
+
+    assert sets() == 1, "not refused as edited meanwhile"
+    assert sets() == 1, "of what it has left there"
+    assert sets() == 0
+    settings.write_text("1" * 20)
+    assert sets() == 1
+
+
+@pytest.mark.slow
 def test_a_file_that_is_edited_while_it_is_measured_leaves_no_record(mine: Path, tmp_path: Path) -> None:
     edits = "import pathlib\npathlib.Path(__file__).write_text(pathlib.Path(__file__).read_text() + '#')\n"
     mine.write_text(MINE.format(pieces=1) + edits)

@@ -121,6 +121,17 @@ def test_identical_code_passes_unmeasured(
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
+def test_settings_of_a_revision_are_part_of_its_code(mine: Path, tmp_path: Path, call: Call) -> None:
+    """But not those that both sides read from the same place."""
+    reads = "import pathlib\nopen(pathlib.Path(__file__).with_name('own.json')), open('both.json')\n"
+    commit(mine, {"mine.py": f"{reads}{MINE}", "own.json": "1", "both.json": "1"})
+    write(mine, {"both.json": "2"})
+    assert "identical code" in against(call, tmp_path / "out", "mine:step", "--against", "main")[1]
+    write(mine, {"own.json": "2"})
+    code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main", "--minutes", "0")
+    assert (code, ": own.json changed" in err, "minutes is 0" in err) == (2, True, True)
+
+
 def test_a_revision_knows_settings_though_it_has_others_and_names_their_work_otherwise(tmp_path: Path) -> None:
     lab = lab_checkout(tmp_path)
     config, there = lab / "ddpm_lab" / "config.py", Tree(revision="", folders=(str(lab),), apart="")

@@ -472,6 +472,15 @@ def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> No
 
 
 @pytest.mark.slow
+def test_a_file_of_settings_that_a_training_reads_is_part_of_its_code(here: Path, instrument: Instrument) -> None:
+    (here / "settings.json").write_text("{}")
+    own_modules.write(here, "\nopen('settings.json').close()\n")
+    check_name("profile", "mine:make")
+    code = look_at("mine:make", instrument, device="cpu", seed=0)[1]
+    assert [Path(source.file).name for source in code.settings] == ["settings.json"]
+
+
+@pytest.mark.slow
 @pytest.mark.alone
 def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
     """Speeds, a left-out question, and quality, of a file in the folder one works in; an edit is measured again."""

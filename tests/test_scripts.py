@@ -57,17 +57,6 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     assert scripts.is_script(Path("no.py"))
 
 
-def test_which_files_that_a_command_reads_are_settings(tmp_path: Path) -> None:
-    listed = {".lab/work/a.json": True, ".lab/work/conf/a.json": True, ".lab/work/.a.json": True}
-    listed |= dict.fromkeys((".lab/work/.git/a.json", ".lab/work/conf/__pycache__/a.json"), False)
-    listed |= dict.fromkeys((".lab/work/env/site-packages/one/a.json", ".lab/a.json", "named/a.json"), False)
-    write(tmp_path, dict.fromkeys(listed, ""))
-    places = [tmp_path / ".lab" / "work"]
-    assert {name: scripts.is_setting(str(tmp_path / name), places) for name in listed} == listed
-    assert scripts.is_setting(str(tmp_path / "named" / "a.json"), [*places, tmp_path / "named"])
-    assert not scripts.is_setting(str(places[0] / "none.json"), places)
-
-
 def test_labels_of_long_commands_begin_where_they_differ() -> None:
     shared = "python -m some.package.train --data /a/long/path/to/images --width 128"
     assert scripts.labels(f"{shared} --batch 8", f"{shared} --batch 16") == ("... --batch 8", "... --batch 16")

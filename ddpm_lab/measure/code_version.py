@@ -72,16 +72,21 @@ class Source(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a rank loaded of its workload, as module to file (``loaded``), and the libraries that these import."""
+    """What a rank loaded of its workload, as module to file (``loaded``), and the libraries that these import.
+
+    ``settings`` are files that it read before its first step ended.
+    """
 
     modules: Mapping[str, str]
     libraries: Sequence[str] = ()
+    settings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CodeVersion:
     """``key`` identifies the code: the lab's sources, those of a workload that lies elsewhere, and package versions.
 
+    So it does files of ``settings`` that such a workload reads, wherever they lie.
     They lie in ``tree``; None is wherever this process finds them. ``beside`` is the version of a revision that is
     measured in the same sets: the key then covers both. What commands have ``written`` themselves is no edit.
     """
@@ -91,6 +96,7 @@ class CodeVersion:
     tree: Tree | None = None
     beside: CodeVersion | None = None
     written: set[str] = field(default_factory=set, compare=False)
+    settings: Sequence[Source] = ()
 
     @property
     def modules(self) -> dict[str, str]:
@@ -111,8 +117,9 @@ class CodeVersion:
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if a source is another by now: ranks load them when they start, each for itself."""
-        sources = {name: source for name, source in self.sources.items() if source.file not in self.written}
-        if edited := sorted(name for name, source in sources.items() if _hash(source.file) != source.sha256):
+        named = (*self.sources.items(), *((Path(source.file).name, source) for source in self.settings))
+        sources = [(name, source) for name, source in named if source.file not in self.written]
+        if edited := sorted(name for name, source in sources if _hash(source.file) != source.sha256):
             raise ConfigError(
                 f"the code was edited ({', '.join(edited)}) since this process loaded it, and what ran last is not "
                 "kept: start it again"
@@ -125,15 +132,16 @@ def code_version(
     loaded: Loaded | None = None, tree: Tree | None = None, environment: Mapping[str, str] = os.environ
 ) -> CodeVersion:
     """The version of the code that ranks run. Raises ConfigError where the lab's own files were edited meanwhile."""
-    modules, libraries = loaded or ({}, [])
+    modules, libraries, read = loaded or Loaded({})
     own = {name: source_of(file) for name, file in modules.items()}
-    sources = _lab_sources(tree.package if tree else PACKAGE) | own
+    sources, settings = _lab_sources(tree.package if tree else PACKAGE) | own, [source_of(file) for file in read]
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
+    parts += [part for each in sorted((Path(s.file).name, s.sha256) for s in settings) for part in each]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := package_version(name))]
     variables = sorted(name for name in environment if name.startswith(VARIABLES) and not name.startswith(BUT))
     parts += [f"{name}={environment[name]}" for name in variables]
-    found = CodeVersion(digest(parts), sources, tree)
+    found = CodeVersion(digest(parts), sources, tree, settings=settings)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
 
@@ -197,6 +205,21 @@ def in_repository(file: str | Path, root: str) -> bool:
         return False
     below = takewhile(lambda folder: folder != Path(root), (path, *path.parents))
     return not any((folder / ".git").exists() for folder in below)
+
+
+def is_setting(file: str, places: Iterable[Path]) -> bool:
+    """Whether a file that a workload has read lies below one of some places, in no hidden folder and no library."""
+    # Of what does not lie below, the first part is "..".
+    folders = [Path(os.path.relpath(file, place)).parts[:-1] for place in places]
+    below = any(not any(part[0] == "." or part == "__pycache__" for part in parts) for parts in folders)
+    return below and Path(file).is_file() and not is_library(file)
+
+
+def settings_among(read: Iterable[str], here: Iterable[Path], files: Iterable[Path]) -> list[str]:
+    """Settings among the files that a workload read: of the repositories around ``here``, or beside its own files."""
+    roots = (next((p for p in (f, *f.parents) if (p / ".git").exists()), f) for f in here)
+    places = {place.resolve() for place in (*roots, *(file.parent for file in files))}
+    return sorted(file for file in read if is_setting(file, places))
 
 
 def loaded(own: Iterable[str] = ()) -> Loaded:

@@ -24,6 +24,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Awake, GroupFailed, Limits
+from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
 from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
 
@@ -99,18 +100,11 @@ class CommandGroup:
                 folder, environment = tree.folders[0] if tree else None, self._environment(config, threads)
                 self._process = guarded(["sh", "-c", config.command], output, cwd=folder, env=environment)
             self._gather()
-            self.read = self._opened("r")
+            self.read = opened(self.folder, "r")
         except BaseException:
             self.kill()
             raise
         self.start_seconds = self.build_seconds = time.monotonic() - begun
-
-    def _opened(self, way: str) -> set[str]:
-        """Files that a Python process of the command has listed (``hook.note_file``)."""
-        with contextlib.suppress(OSError):
-            listed = os.fsdecode((self.folder / "opened").read_bytes()).split("\0")
-            return {line[1:] for line in listed if line[:1] == way}
-        return set()
 
     def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
         path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
@@ -236,7 +230,7 @@ class CommandGroup:
         if self._process is not None:
             end_guarded(self._process)
             self._process = None
-            self.written |= self._opened("w")
+            self.written |= opened(self.folder, "w")
         for peer in (*self._peers, *self._strangers):
             peer.link.close()
         self._listener.close()

@@ -20,6 +20,7 @@ import psutil
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, is_library
+from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
 
 FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
@@ -75,7 +76,10 @@ class Awake:
 
 
 class Group(AbstractContextManager["Group"]):
-    """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``."""
+    """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``.
+
+    Files of settings that somebody's own code wrote here are added to ``written``, when it has ended.
+    """
 
     def __init__(
         self,
@@ -86,11 +90,13 @@ class Group(AbstractContextManager["Group"]):
         environment: Mapping[str, str] | None = None,
         tree: Tree | None = None,
         limits: Limits | None = None,
+        written: set[str] | None = None,
         progress: Progress = lambda _: None,
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.config = config
         self.limits = limits or Limits()
+        self.written = set() if written is None else written
         self.progress = progress
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
@@ -156,8 +162,9 @@ class Group(AbstractContextManager["Group"]):
         return self.ask("witness", self.limits.build_seconds, "reading the witness")
 
     def loaded(self) -> Loaded:
-        """What the first rank has loaded from outside of libraries."""
-        return Loaded(**self.ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
+        """What the first rank has loaded from outside of libraries, and the files of settings that ranks here read."""
+        found = Loaded(**self.ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
+        return found._replace(settings=sorted(opened(self.folder, "r")))
 
     def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
         """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
@@ -184,6 +191,7 @@ class Group(AbstractContextManager["Group"]):
         for rank in self._ranks:
             rank.close()
         self._ranks = []
+        self.written |= opened(self.folder, "w")
         with suppress(OSError):  # what others own in it stays
             self._private.cleanup()
 

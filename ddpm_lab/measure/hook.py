@@ -234,6 +234,14 @@ def _list(way: str, file: Path) -> None:
             opened.write(line)
 
 
+def opened(folder: Path, way: str) -> set[str]:
+    """The files that processes have listed in a folder, as read or as written: "r" or "w"."""
+    with contextlib.suppress(OSError):
+        lines = os.fsdecode(Path(folder, "opened").read_bytes()).split("\0")
+        return {line[1:] for line in lines if line[:1] == way}
+    return set()
+
+
 def resident_bytes(kind: str) -> Any:
     """Memory of this process by its name in the kernel's table; None where a sandbox does not list it."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

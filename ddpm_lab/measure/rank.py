@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ddpm_lab.config import NCCL, RunConfig
-from ddpm_lab.measure.code_version import astray, loaded, unlisted
+from ddpm_lab.measure import hook
+from ddpm_lab.measure.code_version import astray, in_lab, loaded, unlisted
 from ddpm_lab.measure.hardware import IN_ORDER
 from ddpm_lab.measure.others import tree_seconds
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, cuda_event, mean, profile_steps
@@ -62,6 +63,7 @@ class Rank:
                 return
             assert command in COMMANDS
             self._answer(getattr(self, command)(**arguments))
+            hook.Turns.stepping = self.beat.steps > 0
 
     def _answer(self, report: dict[str, Any]) -> None:
         """Say that the command is done, and sleep until the next one."""
@@ -71,6 +73,9 @@ class Rank:
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""
         config = self.job.config
+        if not all(in_lab(source.partition(":")[0]) for source in config.sources):  # settings that own code opens
+            hook.FOLDER = str(self.job.folder)
+            sys.addaudithook(hook.note_file)
         # NCCL reads its settings when a group's first communicator is made.
         os.environ.update({**IN_ORDER, **os.environ, **self.job.environment, **NCCL[config.exchange.nccl]})
         torch.set_num_threads(self.job.threads)

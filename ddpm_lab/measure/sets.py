@@ -113,10 +113,10 @@ class Seat:
         code = instrument.code.of(config.revision)
         self.say("starting")
         how: dict[str, Any] = {"limits": instrument.limits, "progress": self.say, "tree": code.tree}
-        how["threads"] = config.rank_threads(instrument.usable_cores)
+        how |= {"threads": config.rank_threads(instrument.usable_cores), "written": code.written}
         if config.command:  # it has all that a set asks of a group
-            how |= {"log": log_of(instrument.cache, config), "written": code.written}
-            self.group = group = cast(Group, CommandGroup(config, **how))
+            log = log_of(instrument.cache, config)
+            self.group = group = cast(Group, CommandGroup(config, log=log, **how))
         else:
             self.group = group = Group(config, environment=self._compile_cache(), modules=code.modules, **how)
         self._add("start", group.start_seconds - group.build_seconds)

@@ -78,13 +78,13 @@ def compare_revisions(
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        first, second = ({(n, s.sha256) for n, s in code.sources.items()} for code in (candidate_code, baseline_code))
-        changed = sorted({name for name, _ in first ^ second})  # modules that differ, or that only one of them has
+        first, second = (_contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
+        changed = sorted({name for name, _ in first ^ second})  # what differs, or what only one of them has
         if not changed and candidate == baseline and not always:
             return _said(
                 IDENTICAL,
                 f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
-                f"({tree.revision}), so nothing was measured; files that it reads do not count (--always measures)",
+                f"({tree.revision}), so nothing was measured; data that it reads does not count (--always measures)",
             )
         _refuse_another_instrument(changed, against)
         baseline = dataclasses.replace(baseline, revision=tree.revision)
@@ -92,11 +92,18 @@ def compare_revisions(
             _refuse_other_settings(baseline, tree, against)
         if not quiet:
             more = f" and {len(changed) - 5} more" * (len(changed) > 5)
-            modules = f"{', '.join(changed[:5]) or 'no module'}{more}"
-            say(f"{WORKING_TREE} against {against} ({tree.revision}): {modules} changed", error=True)
+            named = f"{', '.join(changed[:5]) or 'no module'}{more}"
+            say(f"{WORKING_TREE} against {against} ({tree.revision}): {named} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
+
+
+def _contents(code: CodeVersion, worktree: Path, root: Path) -> set[tuple[str, str]]:
+    """Each module and file of settings, and its hash; those of a worktree bear the names of their counterparts."""
+    modules = {(name, source.sha256) for name, source in code.sources.items()}
+    files = {(source.file.replace(f"{worktree}/", f"{root}/"), source.sha256) for source in code.settings}
+    return modules | {(os.path.relpath(file, root), sha256) for file, sha256 in files}
 
 
 def _refuse_another_instrument(changed: Sequence[str], against: str) -> None:

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, settings_among, source_of
 from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
@@ -89,14 +89,6 @@ def is_script(file: Path) -> bool:
     return False
 
 
-def is_setting(file: str, places: Iterable[Path]) -> bool:
-    """Whether a file that a command has read lies below one of some places, in no hidden folder and no library."""
-    # Of what does not lie below, the first part is "..".
-    folders = [Path(os.path.relpath(file, place)).parts[:-1] for place in places]
-    below = any(not any(part[0] == "." or part == "__pycache__" for part in parts) for parts in folders)
-    return below and Path(file).is_file() and not is_library(file)
-
-
 def look(
     config: RunConfig, instrument: Instrument, place: str, tree: Tree | None = None
 ) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
@@ -132,10 +124,8 @@ def look(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
         )
-    roots = (next((p for p in (f, *f.parents) if (p / ".git").exists()), f) for f in (here, Path.cwd()))
-    places = {place.resolve() for place in (*roots, *(file.parent for file in (*named, *map(Path, mine))))}
     # What the command has written itself by now is none of its settings.
-    settings = sorted(file for file in group.read - written if is_setting(file, places))
+    settings = settings_among(group.read - written, (here, Path.cwd()), (*named, *map(Path, mine)))
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())

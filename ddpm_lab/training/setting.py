@@ -22,7 +22,7 @@ from ddpm_lab.config import (
 )
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
+from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab, settings_among
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hardware import gpu_trouble, least_capability
 from ddpm_lab.measure.sets import Instrument
@@ -370,8 +370,7 @@ def check_name(question: str, name: object) -> None:
 
 def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | None = None) -> CodeVersion:
     """The code that ranks run, in ``tree`` for a revision's. Raises ConfigError where a rank cannot tell it."""
-    modules: dict[str, str] = {}
-    libraries: set[str] = set()
+    modules, libraries, settings = dict[str, str](), set[str](), set[str]()
     for config in {config.sources: config for config in configs}.values():
         if not all(in_lab(source.partition(":")[0]) for source in config.sources):
             revision = tree.revision if tree else config.revision
@@ -379,11 +378,14 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
             _, found = look(eager, instrument, tree)
             modules.update(found.modules)
             libraries.update(found.libraries)
-    return code_version(Loaded(modules, sorted(libraries)), tree)
+            settings.update(found.settings)
+    # What a later one has written is no setting of an earlier one either.
+    found = Loaded(modules, sorted(libraries), sorted(settings - instrument.code.written))
+    return dataclasses.replace(code_version(found, tree), written=instrument.code.written)
 
 
 def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
-    """What a workload's first rank says after one step, and what it loaded. Raises ConfigError if it fails."""
+    """What a workload's first rank says after one step, and what it loaded and read. Raises ConfigError if it fails."""
     name = config.sources[-1]
     instrument.progress(f"looking at {name}")
     limit = instrument.limits.build_seconds
@@ -393,6 +395,7 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
             threads=config.rank_threads(instrument.usable_cores),
             tree=tree,
             limits=instrument.limits,
+            written=instrument.code.written,
             progress=lambda text: instrument.progress(f"{name}: {text}"),
         ) as group:
             group.advance(1, limit)
@@ -401,7 +404,9 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
         raise ConfigError(f"workload {name!r} cannot be measured: {failed.reason}") from failed
     if wrong := mismatches(config, [{**seen, "unlisted_modules": []} for seen in ranks]):
         raise ConfigError(f"workload {name!r} cannot be measured: {'; '.join(wrong)}")
-    return ranks[0], loaded
+    read = set(loaded.settings) - instrument.code.written
+    folders = (Path.cwd(), *map(Path, tree.folders if tree else ()))
+    return ranks[0], loaded._replace(settings=settings_among(read, folders, map(Path, loaded.modules.values())))
 
 
 def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tuple[Own, CodeVersion]:
@@ -413,7 +418,7 @@ def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tup
     if "loss" not in offers:
         options.append(("number_format", "own"))
     found = Own(name=name, place=seen.get("maker", ""), options=tuple(options), offers=offers)
-    return found, code_version(loaded)
+    return found, dataclasses.replace(code_version(loaded), written=instrument.code.written)
 
 
 def check_brought(name: str, given: Mapping[str, Any]) -> None:
