@@ -196,8 +196,9 @@ def test_what_pip_has_put_into_a_folder_is_a_library_and_what_lies_beside_it_is_
 def test_which_files_that_a_workload_reads_are_settings(tmp_path: Path) -> None:
     listed = {".lab/work/a.json": True, ".lab/work/conf/a.json": True, ".lab/work/.a.json": True}
     listed |= dict.fromkeys((".lab/work/.git/a.json", ".lab/work/conf/__pycache__/a.json"), False)
+    listed |= {".lab/work/fast.so": True, ".lab/work/built/fast.so": False, ".lab/work/torchinductor_me/a.cpp": False}
     listed |= dict.fromkeys((".lab/work/env/site-packages/one/a.json", ".lab/a.json", "named/a.json"), False)
-    write(tmp_path, dict.fromkeys(listed, ""))
+    write(tmp_path, dict.fromkeys([*listed, ".lab/work/built/build.ninja"], ""))
     places = [tmp_path / ".lab" / "work"]
     assert {name: is_setting(str(tmp_path / name), places) for name in listed} == listed
     assert is_setting(str(tmp_path / "named" / "a.json"), [*places, tmp_path / "named"])

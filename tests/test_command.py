@@ -2,10 +2,12 @@
 
 import ast
 import os
+import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,11 +108,13 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
 
 
 READS = """
-import subprocess, torch.utils.data.dataloader
+import ctypes, importlib.util, subprocess, torch.utils.data.dataloader
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10**6
     def __getitem__(self, i): return len(open("data.json").read())
-for name in ("a.yaml", b"b.toml", "module.py", "data.txt"): open(name).close()
+for name in ("a.yaml", b"b.toml", "module.py", "data.txt", "kernels.cu"): open(name).close()
+ctypes.CDLL(os.path.abspath("linked.so"))
+importlib.util.module_from_spec(importlib.util.spec_from_file_location("_psutil_linux", "imported.so"))
 try: open("none.json")
 except OSError: pass
 subprocess.run([sys.executable, "-c", "import os; os.chdir('conf'); open('child.cfg'); open('made.json', 'w')"])
@@ -125,12 +129,14 @@ next(batches)
 def test_files_of_settings_are_those_read_before_a_step_and_what_is_written_is_told(
     start: Start, tmp_path: Path
 ) -> None:
-    """Whichever Python process of the command opens them, but for workers of a loader."""
-    names = ("a.yaml", "b.toml", "module.py", "data.txt", "data.json", "late.json", "conf/child.cfg")
+    """Whichever Python process of the command opens them, but for workers of a loader; extensions count as well."""
+    names = ("a.yaml", "b.toml", "module.py", "data.txt", "kernels.cu", "data.json", "late.json", "conf/child.cfg")
     write(tmp_path, dict.fromkeys(names, ""))
+    for name in ("linked.so", "imported.so"):
+        shutil.copyfile(str(import_module("psutil._psutil_linux").__file__), tmp_path / name)
     group = start(before=READS, after="open('late.json').close()\nif i == 2: open('log.json', 'a').close()")
     assert {name.removeprefix(f"{tmp_path}/") for name in group.read if name.startswith(str(tmp_path))} == {
-        *("a.yaml", "b.toml", "none.json", "conf/child.cfg"),
+        *("a.yaml", "b.toml", "none.json", "conf/child.cfg", "kernels.cu", "linked.so", "imported.so"),
     }
     window(group, 0, 4)
     assert not group.written

@@ -41,7 +41,8 @@ BUT = (
     *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
     *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP"),
 )
-LIBRARIES = ("site-packages", "dist-packages")
+LIBRARIES = ("site-packages", "dist-packages", "lib-dynload")
+NO_SETTINGS = (".", "__pycache__", "torchinductor_")  # how the names of folders begin that hold none
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
 
 
@@ -208,11 +209,15 @@ def in_repository(file: str | Path, root: str) -> bool:
 
 
 def is_setting(file: str, places: Iterable[Path]) -> bool:
-    """Whether a file that a workload has read lies below one of some places, in no hidden folder and no library."""
+    """Whether a file that a workload has read lies below one of some places, in no hidden folder and no library.
+
+    Nor is it what torch has compiled: it would do so anew for each side, and the sources count.
+    """
     # Of what does not lie below, the first part is "..".
     folders = [Path(os.path.relpath(file, place)).parts[:-1] for place in places]
-    below = any(not any(part[0] == "." or part == "__pycache__" for part in parts) for parts in folders)
-    return below and Path(file).is_file() and not is_library(file)
+    below = any(not any(part.startswith(NO_SETTINGS) for part in parts) for parts in folders)
+    compiled = file.endswith(".so") and Path(file).with_name("build.ninja").is_file()
+    return below and Path(file).is_file() and not compiled and not is_library(file)
 
 
 def settings_among(read: Iterable[str], here: Iterable[Path], files: Iterable[Path]) -> list[str]:

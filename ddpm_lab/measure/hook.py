@@ -22,6 +22,8 @@ FOLDER = os.environ.get("DDPM_LAB_TURNS", "")
 OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")  # how names of files of settings end
+EXTENSIONS = (".cpp", ".cc", ".cxx", ".c", ".cu", ".so")  # and of what torch compiles and loads, or only loads
+AUDITED = {"open": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, and which argument is a file
 
 
 class Turns:
@@ -211,15 +213,16 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings is listed that the process reads before its first step, or that it ever writes.
+    A file of settings, or of an extension, is listed that the process reads before its first step, or that it ever
+    writes.
     """
-    if event != "open" and event != "os.rename":  # noqa: PLR1714 - nothing is quicker
+    if event not in AUDITED:
         return
     try:
-        renamed = event == "os.rename"
-        name = os.fsdecode(given[renamed])
-        if name.endswith(SETTINGS):
-            _list("w" if renamed or given[2] & (os.O_WRONLY | os.O_RDWR) else "r", Path(name).absolute())
+        name = os.fsdecode(given[AUDITED[event]] or "")  # of an import there is one where it is an extension
+        if name.endswith(SETTINGS + EXTENSIONS):
+            writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
+            _list("w" if writes else "r", Path(name).absolute())
     except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
         pass
 
