@@ -22,7 +22,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning as pairs
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.comparison import first_losses, measure
+from ddpm_lab.questions.comparison import ComparisonResult, first_losses, measure
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import Planned, plan_pair
 
@@ -252,6 +252,20 @@ def test_sets_under_two_names_of_one_side_are_one_comparison(tmp_path: Path) -> 
     assert [(r.family, r.label, r.sets) for r in rows] == [
         ("tree against main", label, 6) for label in ("main", "main again", "tree")
     ]
+
+
+def test_sets_after_the_answer_are_shown_beside_it() -> None:
+    """Whatever they say: the answer stays that of the sets it was first shown for."""
+    made = make.sets({"new": (RunConfig(seed=1), 0.9)}, count=20, set_noise=0.02, experiment="compare")
+    sets = list(dict.fromkeys(r.set_id for r in made))
+    shown = dataclasses.replace(make.study(made), looks=(make.look(made[0], sets[:6], "2026-01-04T10:00:00Z"),))
+    found = ComparisonResult(answer=answer(shown), figure=Path("none.png"))
+    told = found.as_dict()
+    assert (told["verdict"], told["sets"], told["all_sets"]["sets"]) == (stats.SLOWER, 6, 20)
+    assert told["all_sets"]["high"] - told["all_sets"]["low"] < told["high"] - told["low"]
+    assert "  all 20 sets: ratio 0.9" in str(found)
+    before = ComparisonResult(answer=answer(make.study(made[: 6 * 3])), figure=Path("none.png"))
+    assert before.as_dict()["all_sets"] is None
 
 
 # --- first losses of both sides ---

@@ -75,6 +75,11 @@ class Comparison:
         return self.ratio.sets
 
     @property
+    def all_sets(self) -> stats.Estimate:
+        """The ratio over all sets that count, those after the answer too; the verdict does not rest on it."""
+        return stats.estimate([log for _, log in self.logs])
+
+    @property
     def set_ratios(self) -> tuple[float, ...]:
         return tuple(stats.exp(log) for _, log in self.logs)
 

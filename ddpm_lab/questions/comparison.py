@@ -20,7 +20,7 @@ from typing import Any, cast
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts import png, save
 from ddpm_lab.explain.comparisons import comparisons
@@ -82,11 +82,13 @@ class ComparisonResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
-        losses = first_losses(self.study)
+        losses, found = first_losses(self.study), _all_sets(self.study)
+        every = found and values({"ratio": found.value, "low": found.low, "high": found.high, "sets": found.sets})
         return {
             **values({name: getattr(self.finding, name) for name in _ANSWER}),
             "ran": _witnesses(self.study),
             "resolution": self.study.resolution,
+            "all_sets": every,
             "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(self.study)],
             "losses": {"verdict": losses[0], "sentence": ": ".join(losses)},
             "figure": str(self.figure),
@@ -102,6 +104,9 @@ class ComparisonResult:
             for row in comparisons(self.study)
             if row.sets and row.role != "twin"
         ]
+        if found := _all_sets(self.study):
+            rests = f"the answer rests on the first {self.finding.sets}"
+            lines.append(f"  all {found.sets} sets: ratio {phrases.times(found)}; {rests}")
         lines += [f"  losses: {': '.join(first_losses(self.study))}", *map("  {}".format, _witnesses(self.study))]
         return "\n".join([*lines, f"figure: {self.figure}"])
 
@@ -266,6 +271,12 @@ _SIDE = (
     *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
     *("sets", "sets_needed", "disturbed_sets"),
 )
+
+
+def _all_sets(study: Study) -> stats.Estimate | None:
+    """The candidate's ratio over all its sets, where some were measured after those of its answer."""
+    rows = [r for r in comparisons(study) if r.role == "candidate"]
+    return next((r.all_sets for r in rows if r.all_sets.sets > r.sets), None)
 
 
 def _witnesses(study: Study) -> list[str]:

@@ -203,7 +203,7 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
     # A verdict stays as it was first shown; by how much is what all sets say.
-    ratio = stats.estimate([log for _, log in row.logs])
+    ratio = row.all_sets
     most = phrases.share(1 - ratio.low)
     if row.verdict == stats.SLOWER and ratio.high < least:
         how = f"by {phrases.share(1 - ratio.value)}, and at least by {phrases.share(1 - ratio.high)}, {allowed}"
