@@ -73,6 +73,18 @@ def window(group: CommandGroup, settle: int, steps: int) -> dict[str, Any]:
     return group.window(settle=settle, steps=steps, limit=30, stage="measuring")[0]
 
 
+ODD = """
+class Warm(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+optimizer = Warm(net.parameters())
+class Tee:
+    def write(self, text): pass
+sys.stdout = Tee()
+"""
+"""An optimizer whose step calls its parent's, which torch tells of too, and an output that cannot be flushed."""
+
+
 def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +95,7 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     shown = "print(machine, os.environ.get('MALLOC_MMAP_MAX_'))"
-    group = start(before=f"import helper, numpy\n{shown}\ntorch.autocast('cpu', torch.bfloat16).__enter__()")
+    group = start(before=f"import helper, numpy\n{shown}\ntorch.autocast('cpu', torch.bfloat16).__enter__(){ODD}")
     report = window(group, 2, 3)
     # The last step sleeps within the optimizer, so what follows it in the script has not run.
     assert list(steps_made(tmp_path).values()) == [5]
@@ -96,7 +108,8 @@ def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     assert len(second["step_ends"]) == 4
     assert second["start"] > report["end"]
     seen = group.witness()[0]
-    assert (seen["parameters"], seen["weights"], seen["optimizer"]) == (72, ["float32"], "AdamW")
+    assert (seen["parameters"], seen["weights"], seen["optimizer"]) == (72, ["float32"], "Warm")
+    assert seen["argv"] == ["train.py"]
     assert (seen["autocast"], seen["compiled"], seen["world_size"]) == (["bfloat16"], False, 1)
     assert seen["versions"]["torch"]
     assert "json" not in seen["versions"]

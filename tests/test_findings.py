@@ -329,3 +329,10 @@ def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -
         judged = answer(tried).finding
         assert judged.quality.startswith("quality not enough data")
         assert findings.how_to_judge(tried, judged, trains=True).endswith(told), "as many as would do"
+
+
+def test_a_trial_that_fails_is_told_with_its_reason() -> None:
+    _, trial, *_ = make.trials({"bf16": (RunConfig(precision="bf16"), 0.0)})
+    failed = replace(trial, status="refused", reason="it loaded helper", quality=None)
+    shown = replace(make.study(make.sets({})), trials=(failed,))
+    assert findings.untrained(shown) == f"Not trained as planned: {trial.label} (refused: it loaded helper)."

@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import runpy
 import sys
 from collections import namedtuple
@@ -145,10 +146,38 @@ def make_encoded():
     assert workload.witness()["images"] == 24
 
 
+DDP = "torch.nn.parallel.DistributedDataParallel"
+
+
+def test_a_dataset_is_opened_by_each_worker_for_itself(made: Make) -> None:
+    text = """
+import os
+
+
+class Lazy(torch.utils.data.Dataset):
+    pid = None
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        self.pid = self.pid or os.getpid()
+        return torch.full((3, 8, 8), float(self.pid)), 0
+
+
+def make_lazy():
+    return Training(model=Net(), data=Lazy(), loss=loss)
+"""
+    with closing(made(text, "make_lazy", loader_workers=1)) as workload:
+        images, _ = next(workload.batches())
+        assert images[0, 0, 0, 0] != os.getpid(), "who forks it has not opened it"
+
+
 BAD = {
     "5": "DEF) returned int",
     "Training(model=7, data=data(), loss=loss)": "model is int",
     "Training(model=Net(), data=7, loss=loss)": "data is int",
+    f"Training(model={DDP}.__new__({DDP}), data=data(), loss=loss)": "give the module that it wraps",
     "loss=loss, optimizer=torch.optim.SGD(Net().parameters())": "DEF): the optimizer holds none",
     "loss=lambda model, batch: model(batch[0])": "BODY) returned float32 8x10",
     "loss=lambda model, batch: loss(model, batch).detach()": "BODY) returned float32 without a gradient",

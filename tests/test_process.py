@@ -88,6 +88,9 @@ def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="Expecting") as failed:
         runpy.run_path(str(file))["broken"]()
     assert process._one_line(failed.value).endswith("(char 1) (mine.py, line 5)")
+    inner = f'Original Traceback:\n  File "{file}", line 5, in broken\n  File "{pytest.__file__}", line 9, in x\n'
+    worker = ValueError(f"Caught ValueError in DataLoader worker process 0.\n{inner * 9}ValueError: no image 37.png")
+    assert process._one_line(worker) == "ValueError: no image 37.png (mine.py, line 5)"
     with pytest.raises(ConfigError) as refused:
         RunConfig(device="tpu")
     error = refused.value.with_traceback(refused.value.__traceback__ and refused.value.__traceback__.tb_next)

@@ -12,6 +12,7 @@ from conftest import Call
 from git_repository import commit, repository, write
 
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.command import files_named, sets_threads
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import scripts
 
@@ -51,10 +52,13 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     for name, text in {"run": "#!/bin/sh\n", "a.yaml": "", "data": "0 1 2", "b.json": "{}"}.items():
         (tmp_path / name).write_text(text)
     words = f"./run --config=a.yaml --data data b.json c.json --note {'x' * 3000}"
-    named = scripts.files_named(words, tmp_path)
+    named = files_named(words, tmp_path)
     assert [file.name for file in named] == ["run", "a.yaml", "data", "b.json"]
     assert [file.name for file in named if scripts.is_script(file)] == ["run"]
     assert scripts.is_script(Path("no.py"))
+    assert not sets_threads("sh run", tmp_path)
+    (tmp_path / "run").write_text("torchrun train.py\n")
+    assert sets_threads("sh run", tmp_path)
 
 
 def test_labels_of_long_commands_begin_where_they_differ() -> None:

@@ -323,3 +323,23 @@ def test_a_training_of_the_users_that_nothing_of_was_compiled_is_refused() -> No
     assert not [line for line in mismatches(label, [alone(**told, graphs=1)]) if "mine:make" in line]
     (line,) = [line for line in mismatches(label, [alone(**told, graphs=0)]) if "mine:make" in line]
     assert line.startswith("mine:make (mine.py, line 3) compiled nothing in 20 steps")
+    skipped = alone(**told | {"compile": "off", "compiled_frames": 0}, graphs=0, frames_tried=1)
+    assert any("compiled nothing in 20 steps" in line for line in mismatches(label, [skipped]))
+    (line,) = [line for line in mismatches(label, [alone(**told, graphs=8, frames_given_up=1)]) if "mine:make" in line]
+    assert "until torch went on eagerly" in line
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_torch_compiles_anew_is_counted() -> None:
+    class Counting(torch.nn.Module):
+        calls = 0
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return images * (self.calls / 10)
+
+    model = torch.compile(Counting(), backend="eager")
+    for _ in range(12):
+        model(torch.ones(2))
+    seen = compile_seen(RunConfig(compile="whole", kernels="aten"), model)
+    assert (seen["frames_given_up"], seen["recompiles"] >= 8) == (1, True)

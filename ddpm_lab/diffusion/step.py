@@ -86,19 +86,24 @@ _MODES = {
 def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     """What was compiled of ``model`` and how, read back from torch; a silent fall-back to eager compiles no frames.
 
-    ``autotuned`` are operators whose kernel was chosen by timing several. CUDA graphs that inductor left out, such as
-    those with an operator on the CPU, are counted by torch; those that were recorded, in the tree that replays them.
+    ``frames_given_up`` were compiled anew until torch ran them eagerly. ``autotuned`` are operators whose kernel was
+    chosen by timing several. CUDA graphs that inductor left out, such as those with an operator on the CPU, are counted
+    by torch; those that were recorded, in the tree that replays them.
     """
     if config.compile == "off":
         return {"compile": "off"}
-    from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER  # noqa: PLC0415 - only where something was compiled
+    from torch._dynamo.utils import counters  # noqa: PLC0415
 
+    times, most = FRAME_COMPILE_COUNTER.values(), torch._dynamo.config.recompile_limit
     seen: dict[str, Any] = {
         "compile": "off",
         "compiled_frames": int(counters["frames"]["ok"]),
         "graphs": int(counters["stats"]["unique_graphs"]),
         "graph_breaks": int(sum(counters["graph_break"].values())),
-        "recompiles": int(sum(counters["recompiles"].values())),
+        "recompiles": sum(n - 1 for n in times),
+        "frames_tried": int(counters["frames"]["total"]),
+        "frames_given_up": sum(n > most for n in times),
         "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
     }
     if not seen["compiled_frames"]:

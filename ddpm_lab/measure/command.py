@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -62,6 +63,21 @@ class _Peer:
             self.link.send_bytes(json.dumps(command).encode())
 
 
+def files_named(command: str, folder: Path) -> list[Path]:
+    """The files that a command line names."""
+    words: list[str] = []
+    with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
+        words = [word.rpartition("=")[2] for word in shlex.split(command)]
+    return [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
+
+
+def sets_threads(command: str, folder: Path) -> bool:
+    """Whether a launcher of several ranks is in a command, or in a shell script that it names."""
+    named = [file for file in files_named(command, folder) if file.suffix != ".py" and file.stat().st_size < 100_000]
+    texts = [command, *(file.read_text(errors="replace") for file in named)]
+    return any(name in text for name in LAUNCHERS for text in texts)
+
+
 class CommandGroup:
     """The processes of one command line; of several ranks it reports as if they were one, the slowest.
 
@@ -97,7 +113,8 @@ class CommandGroup:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 self._printed_before = output.tell()
-                folder, environment = tree.folders[0] if tree else None, self._environment(config, threads)
+                folder = tree.folders[0] if tree else None
+                environment = self._environment(config, threads, Path(folder or ""))
                 self._process = guarded(["sh", "-c", config.command], output, cwd=folder, env=environment)
             self._gather()
             self.read = opened(self.folder, "r")
@@ -106,14 +123,14 @@ class CommandGroup:
             raise
         self.start_seconds = self.build_seconds = time.monotonic() - begun
 
-    def _environment(self, config: RunConfig, threads: int) -> dict[str, str]:
+    def _environment(self, config: RunConfig, threads: int, folder: Path) -> dict[str, str]:
         path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
         found = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         found |= {"DDPM_LAB_TURNS": str(self.folder), "DDPM_LAB_OPTIMIZER": config.option("optimizer", "")}
         if config.option("as_is", False):
             return found
         found |= temporary(self.folder)
-        if not any(name in config.command for name in LAUNCHERS):
+        if not sets_threads(config.command, folder):
             found["OMP_NUM_THREADS"] = str(threads)
         return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
 

@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 import psutil
 
+TIDYING_SECONDS = 4.0  # that torch's manager of shared memory took, once its clients had ended
 END_SECONDS = 10.0  # that killed processes have to be gone
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -32,13 +33,22 @@ def adopt() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_below(pid: int, spared: Collection[int] = ()) -> None:
+def _tidies(process: psutil.Process) -> bool:
+    """Whether a process removes shared memory and semaphores of others that have ended, and then ends itself."""
+    line = " ".join(process.cmdline())
+    return "torch_shm_manager" in line or "multiprocessing.resource_tracker" in line
+
+
+def end_below(pid: int, spared: Collection[int] = (), tidying: float = 0.0) -> None:
     """Kill what descends from a process, but its children that are ``spared``, and what descends from those.
+
+    What removes the shared memory of killed processes has ``tidying`` seconds to do so.
 
     A killed process's children become those of one that has adopted, and are found at the next look; so is what was
     started during the last one, after which nobody is left to start more.
     """
-    limit, looks = time.monotonic() + END_SECONDS, 0
+    begun, looks = time.monotonic(), 0
+    limit = begun + END_SECONDS
     while looks < 2 and time.monotonic() < limit:
         looks += 1
         with contextlib.suppress(psutil.Error):  # the process itself has ended
@@ -49,8 +59,9 @@ def end_below(pid: int, spared: Collection[int] = ()) -> None:
             for process in {*found} - kept:
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile
                     if process.status() != psutil.STATUS_ZOMBIE:
-                        process.kill()
                         looks = 0
+                        if time.monotonic() > begun + tidying or not _tidies(process):
+                            process.kill()
         time.sleep(0.01)
 
 
@@ -77,7 +88,7 @@ def main(command: list[str]) -> int:
             if signal.SIGINT in os.read(reading, 1000):
                 os.killpg(child.pid, signal.SIGINT)
     finally:
-        end_below(os.getpid())
+        end_below(os.getpid(), tidying=TIDYING_SECONDS)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

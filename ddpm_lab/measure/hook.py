@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Turns:
         self.calls += 1
         if self.taken is None and OPTIMIZER in ("", type(optimizer).__name__):
             self.taken = optimizer
-        if optimizer is not self.taken:
+        if optimizer is not self.taken or _within_its_own_step(optimizer):
             return
         self.steps += 1
         if self.link is None:
@@ -109,7 +110,8 @@ class Turns:
 
     def _obey(self) -> None:
         """Sleep until there are steps to make."""
-        sys.stdout.flush()  # for this process may be killed in its sleep
+        with contextlib.suppress(Exception):  # whatever the script has put there
+            sys.stdout.flush()  # for this process may be killed in its sleep
         while True:
             try:
                 told = json.loads(self.link.recv_bytes())
@@ -152,7 +154,7 @@ class Turns:
         free, total = torch.cuda.mem_get_info(device) if properties else (0, 0)
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
-        versions = {name: getattr(module, "__version__", None) or listed_version(name) for name, module in installed}
+        versions = {name: _version(module) or listed_version(name) for name, module in installed}
         kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
         loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []  # which may have batches ready
         return {
@@ -168,6 +170,7 @@ class Turns:
             "several_optimizers": self.calls > self.steps,
             "world_size": self._place()[1],
             "threads": torch.get_num_threads(),
+            "argv": sys.argv,
             "python": ".".join(map(str, sys.version_info[:3])),
             "cuda": torch.version.cuda if self.devices else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
@@ -258,6 +261,24 @@ def listed_version(module: str) -> Any:
     with contextlib.suppress(Exception):  # whatever somebody's metadata holds
         return metadata.version(module)
     return None
+
+
+def _version(module: Any) -> Any:
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # what a module does when it is asked
+        warnings.simplefilter("ignore")
+        return module.__version__
+    return None
+
+
+def _within_its_own_step(optimizer: Any) -> bool:
+    """Whether this is the step of a parent class, which an optimizer's own step has called: torch tells of both."""
+    frame: Any = sys._getframe(2)
+    wrapper, frame = frame.f_code, frame.f_back
+    while frame is not None:
+        if frame.f_code is wrapper and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def entry_modules(command: str) -> set[str]:

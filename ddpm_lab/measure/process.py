@@ -16,6 +16,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import secrets
 import shutil
 import signal
@@ -156,6 +157,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     # by os._exit, would leave it behind.
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    del sys.argv[1:]  # the lab's: a training that reads a command line would take them as its own
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     try:
         log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -208,13 +210,17 @@ def _error(error: BaseException) -> dict[str, Any]:
 
 def _one_line(error: BaseException) -> str:
     """Type and text, and in brackets the last line of the user's own code that the error passed through."""
-    text = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not is_library(f.filename) and not Path(f.filename).is_relative_to(PACKAGE)]
+    name, text = type(error).__name__, str(error)
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    if "in DataLoader worker process" in text:  # torch hands on the worker's whole traceback
+        frames += re.findall(r'File "(.+?)", line (\d+)', text)
+        text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
+    text = " ".join(text.split())
+    own = [(Path(f), n) for f, n in frames if not is_library(f) and not Path(f).is_relative_to(PACKAGE)]
     # A syntax error names the line of a file that was never run.
-    places = [f"{Path(f.filename).name}, line {f.lineno}" for f in own if Path(f.filename).is_file()][-1:]
+    places = [f"{file.name}, line {line}" for file, line in own if file.is_file()][-1:]
     where = [f" ({place})" for place in places if place not in str(error)]
-    return "".join([f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__, *where])
+    return "".join([f"{name}: {text}"[:400] if text else name, *where])
 
 
 def _out_of_memory(error: BaseException) -> bool:

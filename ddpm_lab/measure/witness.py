@@ -106,7 +106,10 @@ def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     """What did not happen in rank 0, since the user's training calls another model than it is given or stays eager."""
     seen = ranks[0] if config.is_own and ranks else {}
     missing = ["was not compiled"] if config.compile != "off" and seen.get("compile") == "off" else []
-    if config.compile != "off" and not missing and seen.get("graphs") == 0:
+    if seen.get("frames_given_up"):
+        why = "something that changes at each step, such as a counter in the model; TORCH_LOGS=recompiles says what"
+        return [f"{config.work_name} ({seen['maker']}) was compiled anew until torch went on eagerly: {why}"]
+    if config.compile != "off" and seen.get("graphs") == 0 and (not missing or seen.get("frames_tried")):
         why = "something such as torch.compiler.disable keeps it eager, and TORCH_LOGS=graph_breaks says where"
         return [f"{config.work_name} ({seen['maker']}) compiled nothing in {seen['steps']} steps: {why}"]
     if config.exchange.enabled and seen.get("exchange_enabled") is False:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -23,7 +22,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, settings_among, source_of
-from ddpm_lab.measure.command import LAUNCHERS, CommandGroup
+from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
 from ddpm_lab.measure.progress import Progress
@@ -71,14 +70,6 @@ def labels(one: str, two: str) -> tuple[str, str]:
         one, two = (" ".join(["..."] * bool(keep) + words[keep:]) for words in (first, second))
         one, two = (t if len(t) <= LONGEST_LABEL else f"{t[: LONGEST_LABEL - 3]}..." for t in (one, two))
     return (one, two) if one != two else (one, f"{two} (candidate)")
-
-
-def files_named(command: str, folder: Path) -> list[Path]:
-    """The files that a command line names."""
-    words: list[str] = []
-    with contextlib.suppress(ValueError):  # the shell will say what is wrong with it
-        words = [word.rpartition("=")[2] for word in shlex.split(command)]
-    return [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
 
 
 def is_script(file: Path) -> bool:
@@ -130,7 +121,7 @@ def look(
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
-    ran = [seen[name] for name in (*RAN, "python", "versions") if name != "device"]
+    ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name != "device"]
     key = digest([instrument.code.key, *ran, held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
     code = CodeVersion(key, sources, tree, written=written)
@@ -169,7 +160,7 @@ def compare_commands(
         for command, place, count in ((baseline, "A", images[0]), (candidate or baseline, "B", images[1]))
     )
     # All cores where a side chooses its threads itself; otherwise those that are free.
-    itself = any(c.option("as_is", False) or any(name in c.command for name in LAUNCHERS) for c in (one, two))
+    itself = any(c.option("as_is", False) or sets_threads(c.command, Path.cwd()) for c in (one, two))
     if cores is not None and itself:
         raise ConfigError(f"cores is {cores}, and a side chooses its threads itself: leave it out")
     with _revision(against) as tree:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -60,19 +61,18 @@ class OwnFeed(Feed):
     """A rank's batches of the user's data, and what was consumed of them."""
 
     def __init__(self, config: RunConfig, context: RankContext, made: Training, name: str) -> None:
-        self.name, self.images, self.sample = name, 0, "varies"
+        self.name, self.images, self.sample = name, 0, ""
         self.samples: int | None = None
         self.indices = hashlib.sha256()
         data = made.data
         indexed = hasattr(data, "__getitem__") and not isinstance(data, list | tuple | IterableDataset)
         if not indexed or not hasattr(data, "__len__"):
-            self.loader = Loader("ready", _endless(data, name, config.rank_batch_size))
+            self.loader, self.sample = Loader("ready", _endless(data, name, config.rank_batch_size)), "varies"
             return
         self.samples = len(data)
         if not self.samples:
             raise ValueError(f"{name}: data holds no sample")
-        first, again = (described(data[0]) for _ in range(2))
-        self.sample = first if first == again else "varies"
+        self._data = data
         stream = EpochStream(np.arange(self.samples), config.seed)
         share = {"global_batch_size": config.global_batch_size, "rank": context.rank, "world_size": context.world_size}
         plan = Plan(stream=stream, **share)
@@ -97,6 +97,9 @@ class OwnFeed(Feed):
         if count is None:
             raise TypeError(f"{self.name}: a batch is {described(batch)}, without a tensor whose length is its images")
         self.images += count
+        if not self.sample:  # now that workers have started: one that opens its file when first asked does so in each
+            first, again = (described(self._data[0]) for _ in range(2))
+            self.sample = first if first == again else "varies"
 
     def witness(self) -> dict[str, Any]:
         seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
@@ -133,6 +136,8 @@ class OwnTraining(Step):
         made = self.made
         if not isinstance(made.model, nn.Module):
             raise TypeError(f"{self.name}: model is {type(made.model).__name__}: give a torch.nn.Module")
+        if isinstance(made.model, DistributedDataParallel):
+            raise TypeError(f"{self.name}: model is wrapped in DistributedDataParallel: give the module that it wraps")
         if not isinstance(made.optimizer, torch.optim.Optimizer | None):
             raise TypeError(f"{self.name}: optimizer is {type(made.optimizer).__name__}: give a torch.optim.Optimizer")
         if callable(made.loss) == callable(made.step):
