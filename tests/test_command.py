@@ -270,6 +270,11 @@ def left(folder: Path) -> list[int]:
 ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "has no optimizer": ({"before": "sys.exit()"}, "crashed", "before a step of a torch optimizer"),
     "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=6)}, "timed out", "in 6 s"),
+    "names another": (
+        {"optimizer": "SGD", "limits": Limits(build_seconds=6)},
+        "timed out",
+        "but steps of AdamW, which",
+    ),
     "is not Python": ({"run": "sleep 1000", "limits": Limits(build_seconds=2)}, "timed out", "imports torch"),
     "daemonises": ({"before": "if os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)"}, "crashed", "exit code 0"),
 }

@@ -239,7 +239,10 @@ def test_equal_weights_are_identical_whatever_the_seeds() -> None:
 
     same, other = (judged(with_weights("one", two), files) for two in ("one", "two"))
     assert (same.verdict, same.reason) == (IDENTICAL, "after 250 steps")
-    assert (other.verdict, other.reason) == (NOT_ENOUGH, "other weights after 250 steps, no held-out loss")
+    assert (other.verdict, other.reason) == (
+        NOT_ENOUGH,
+        "other weights after 250 steps, and held-out losses were not compared",
+    )
 
 
 def test_pairs_share_their_held_out_draws_and_more_draws_count() -> None:

@@ -11,6 +11,7 @@ import pytest
 from conftest import Call
 from git_repository import commit, repository, write
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.command import files_named, sets_threads
 from ddpm_lab.measure.sets import Instrument
@@ -56,6 +57,9 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     assert [file.name for file in named] == ["run", "a.yaml", "data", "b.json"]
     assert [file.name for file in named if scripts.is_script(file)] == ["run"]
     assert scripts.is_script(Path("no.py"))
+    scripts.configuration("PYTHONPATH=src:$PYTHONPATH python train.py", "A", device="cpu")
+    with pytest.raises(ConfigError, match=r"A has PYTHONPATH=src, .* PYTHONPATH=src:\$PYTHONPATH"):
+        scripts.configuration("cd x; PYTHONPATH=src python train.py", "A", device="cpu")
     assert not sets_threads("sh run", tmp_path)
     (tmp_path / "run").write_text("torchrun train.py\n")
     assert sets_threads("sh run", tmp_path)

@@ -159,7 +159,11 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
             shown = pairs if final_loss(pairs[0][0]) is not None else ()
             return replace(_SAME, seeds=len(seeds), reason=steps, images=size[1], pairs=shown)
         if any(final_loss(r) is None for pair in pairs for r in pair):
-            found = Equivalence(verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"other weights {steps}, no held-out loss")
+            found = Equivalence(
+                verdict=NOT_ENOUGH,
+                seeds=len(seeds),
+                reason=f"other weights {steps}, and held-out losses were not compared",
+            )
             continue
         final = _losses_at(base.values(), 1.0)
         margin = margin_of(final, _losses_at(base.values(), 0.95))

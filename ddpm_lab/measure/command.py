@@ -71,11 +71,15 @@ def files_named(command: str, folder: Path) -> list[Path]:
     return [folder / word for word in words if os.path.isfile(folder / word)]  # noqa: PTH113 - any word, however long
 
 
+def texts_of(command: str, folder: Path) -> list[str]:
+    """A command, and the texts of the shell scripts that it names."""
+    named = [file for file in files_named(command, folder) if file.suffix != ".py" and file.stat().st_size < 100_000]
+    return [command, *(file.read_text(errors="replace") for file in named)]
+
+
 def sets_threads(command: str, folder: Path) -> bool:
     """Whether a launcher of several ranks is in a command, or in a shell script that it names."""
-    named = [file for file in files_named(command, folder) if file.suffix != ".py" and file.stat().st_size < 100_000]
-    texts = [command, *(file.read_text(errors="replace") for file in named)]
-    return any(name in text for name in LAUNCHERS for text in texts)
+    return any(name in text for name in LAUNCHERS for text in texts_of(command, folder))
 
 
 class CommandGroup:
@@ -155,7 +159,8 @@ class CommandGroup:
                 self._fail("before a step of a torch optimizer")
             if awake.seconds() > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch"
-                how = f"no step of a torch optimizer in {self.limits.told(limit)}: {more}{self._last()}"
+                more = self._uncounted() or f": {more}"
+                how = f"no step of a torch optimizer in {self.limits.told(limit)}{more}{self._last()}"
                 raise GroupFailed("timed out", how)
             self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
         self._peers = [peers[rank] for rank in sorted(peers)]
@@ -211,7 +216,8 @@ class CommandGroup:
                 self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
             now = time.monotonic()
             if awake.seconds() > limit and now - max(peer.heard for peer in pending) > limit:
-                raise GroupFailed("timed out", f"made no step for {limit:.0f} s while {stage}{self._last()}")
+                silent = f"made no step for {limit:.0f} s while {stage}{self._uncounted()}"
+                raise GroupFailed("timed out", f"{silent}{self._last()}")
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
@@ -235,6 +241,13 @@ class CommandGroup:
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(self._printed_before)
             return file.read()[-4000:].decode(errors="replace")
+        return ""
+
+    def _uncounted(self) -> str:
+        """What made steps that do not count, for the end of a sentence."""
+        with contextlib.suppress(OSError):
+            names = " and ".join((self.folder / "uncounted").read_text().split())
+            return f", but steps of {names}, which do not count: name what steps all the time by --optimizer"
         return ""
 
     def _last(self) -> str:

@@ -41,6 +41,7 @@ class Turns:
         self.start = self.told = 0.0
         self.first: Any = None
         self.autocast: set[str] = set()
+        self.uncounted: set[str] = set()
         self.devices: list[int] = []  # GPUs
         self.link: Any = None
 
@@ -49,7 +50,10 @@ class Turns:
         self.calls += 1
         if self.taken is None and OPTIMIZER in ("", type(optimizer).__name__):
             self.taken = optimizer
-        if optimizer is not self.taken or _within_its_own_step(optimizer):
+        if optimizer is not self.taken:
+            self._note(type(optimizer).__name__)
+            return
+        if _within_its_own_step(optimizer):
             return
         self.steps += 1
         if self.link is None:
@@ -67,6 +71,13 @@ class Turns:
                 self._obey()
         if time.perf_counter() - self.told > ALIVE_SECONDS:
             self._say({})
+
+    def _note(self, name: str) -> None:
+        """List an optimizer that makes steps which do not count, each once."""
+        if name not in self.uncounted:
+            self.uncounted.add(name)
+            with contextlib.suppress(OSError), Path(FOLDER, "uncounted").open("a") as file:
+                file.write(f"{name}\n")
 
     def _mark(self) -> Any:
         if not self.devices:

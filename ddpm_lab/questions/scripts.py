@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import statistics
 import time
@@ -22,7 +23,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, settings_among, source_of
-from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads
+from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads, texts_of
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
 from ddpm_lab.measure.progress import Progress
@@ -39,6 +40,7 @@ LONG_STEP = 5.0
 MOST_FILES = 20_000  # entries of the working folder that are looked at for files that were written meanwhile
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
+_REPLACES_PATH = re.compile(r"^[^#\n]*?\b(PYTHONPATH=(?!\S*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE)
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -57,6 +59,11 @@ def configuration(
     options |= {"optimizer": optimizer} if optimizer else {}
     options |= {"as_is": True} if as_is else {}
     whole(f"per_step of {place}", images, 1)
+    for replaced in (found for text in texts_of(command, Path.cwd()) if (found := _REPLACES_PATH.search(text))):
+        raise ConfigError(
+            f"{place} has {replaced[1]}, which replaces the path by which its steps are counted: write "
+            f"{replaced[1]}:$PYTHONPATH"
+        )
     how: dict[str, Any] = {"device": usual_device(device), "global_batch_size": images}
     return RunConfig(workload=COMMAND, options=tuple(options.items()), **how)
 
