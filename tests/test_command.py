@@ -80,6 +80,7 @@ class Warm(torch.optim.AdamW):
 optimizer = Warm(net.parameters())
 class Tee:
     def write(self, text): pass
+sys.stdout.flush()
 sys.stdout = Tee()
 """
 """An optimizer whose step calls its parent's, which torch tells of too, and an output that cannot be flushed."""
@@ -308,6 +309,16 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
         group.window(settle=0, steps=20, limit=3 if status == "timed out" else 60, stage="measuring")
     assert failed.value.status == status
     assert words in failed.value.reason
+    group.kill()
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_that_train_apart_are_refused(start: Start, tmp_path: Path) -> None:
+    """One of them would be measured while the others sleep."""
+    group = start(before="os.fork()")
+    with pytest.raises(GroupFailed, match="several of its processes make steps"):
+        [window(group, 0, 20) for _ in range(10_000)]
     group.kill()
     assert not left(tmp_path)
 

@@ -146,6 +146,33 @@ def make_encoded():
     assert workload.witness()["images"] == 24
 
 
+def test_a_format_is_seen_where_no_convolution_is_computed_or_left_open(made: Make) -> None:
+    text = """
+
+
+class Odd(Net):
+    def forward(self, images):
+        return self.last(images.mean((2, 3)).repeat(1, 3)[:, :8])
+
+
+class Bare(Net):
+    def forward(self, images):
+        return images.mean((2, 3)) @ self.first.weight[:3, :3].mean((2, 3)) @ self.last.weight[:, :3].T
+
+
+def make_odd():
+    return Training(model=Odd(), data=data(), loss=loss)
+
+
+def make_bare():
+    return Training(model=Bare(), data=data(), loss=loss)
+"""
+    for name, expected in (("make_odd", "bf16"), ("make_bare", None)):
+        workload = made(text, name, precision="bf16")
+        assert len(train(workload, 3)) == 3
+        assert workload.witness().get("precision") == expected
+
+
 DDP = "torch.nn.parallel.DistributedDataParallel"
 
 
@@ -213,7 +240,7 @@ def test_a_training_that_is_not_the_same_is_refused_and_a_larger_learning_rate_s
 @pytest.mark.parametrize(
     "given",
     [
-        "model=torch.compile(Net(), backend='eager'), loss=loss",
+        "model=torch.compile(Net(), backend='eager', fullgraph=True), loss=loss",
         "model=Net(), loss=torch.compile(loss, backend='eager')",
     ],
 )

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -130,18 +131,22 @@ def _nodes(children: Any) -> int:
     return sum(1 + _nodes(node.children) for nodes in children.values() for node in nodes)
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 class PrecisionWatch:
-    """Notes the number format in which a network's first convolution ran, or its first linear layer if it has none.
+    """Notes the number format in which a network's first convolution ran, or a linear layer where none was computed.
 
     A compiled step would run the hook inside its graph, so there ``run``, an eager forward pass in the same context, is
     watched when the witness is asked for.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, run: Callable[[], object]) -> None:
-        convolutions = [m for m in network.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-        self.layers: list[nn.Module] = [*convolutions] or [m for m in network.modules() if isinstance(m, nn.Linear)]
+        kinds = (*_CONVOLUTIONS, nn.Linear)
+        self.layers: list[nn.Module] = [m for m in network.modules() if isinstance(m, kinds)]
         self.device, self.run = device, run
         self.dtype: torch.dtype | None = None
+        self._linear: torch.dtype | None = None
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
@@ -149,8 +154,16 @@ class PrecisionWatch:
         self._hooks = self._hooks or [layer.register_forward_hook(self._see) for layer in self.layers]
 
     def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        del module, inputs
-        self.dtype = output.dtype
+        del inputs
+        if isinstance(module, _CONVOLUTIONS):
+            self.dtype = self.dtype or output.dtype
+            self.settle()
+        else:
+            self._linear = output.dtype
+
+    def settle(self) -> None:
+        """Watch no more: what was not computed yet is not."""
+        self.dtype = self.dtype or self._linear
         for hook in self._hooks:
             hook.remove()
 
@@ -160,6 +173,7 @@ class PrecisionWatch:
             self.watch()
             with torch.no_grad():
                 self.run()
+            self.settle()
         conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         single = "tf32" if self.device.type == "cuda" and conv == "tf32" else "fp32"
         names = {torch.float32: single, torch.float16: "fp16", torch.bfloat16: "bf16", None: "nothing"}
@@ -310,8 +324,8 @@ class Step(Fed, ABC):
     def step(self, batch: Any) -> Tensor:
         """One optimizer step; returns this rank's mean loss, still on the device."""
         self.data.note(batch)
-        if self.config.compile == "whole":
-            self.batch = batch  # for the witness, which cannot look into what is compiled
+        if self.config.compile == "whole" or (self.config.is_own and "torch._dynamo" in sys.modules):
+            self.batch = batch  # for the witness, which cannot look into what is compiled, be it by the user
         elif self.precision.dtype is None:
             self.precision.watch()  # and not before: a held-out loss runs the network in another format
         mark, parts = self.context.mark, self.config.accumulation
@@ -326,6 +340,7 @@ class Step(Fed, ABC):
                 mark("backward")
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+        self.precision.settle()
         total = functools.reduce(torch.add, losses)
         if self.config.read_loss:
             total.item()
@@ -343,10 +358,13 @@ class Step(Fed, ABC):
 
     def _forward_once(self) -> None:
         """Compute a loss eagerly: how the witness sees into what is compiled."""
+        if self.batch is None:  # it was eager, and watched
+            return
         compiled, self.model = self.model, self.network
         tried, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not worth it for one image
         try:
-            self.loss(self.batch, slice(0, 1))
+            with torch.compiler.set_stance("force_eager"):
+                self.loss(self.batch, slice(0, 1))
         finally:
             self.model, torch.backends.cudnn.benchmark = compiled, tried
 
@@ -374,7 +392,7 @@ class Step(Fed, ABC):
             seen["channels_last"] = channels_last
         if self.steps:
             seen["read_loss"] = self.losses_read == self.steps
-        if self.steps and self.sets_precision and self.precision.layers:
-            seen["precision"] = self.precision.seen()
+        if self.steps and self.sets_precision and (format_ := self.precision.seen()) != "nothing":
+            seen["precision"] = format_
             seen["autocast_scaler"] = self.scaler.is_enabled()
         return seen

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,7 @@ class CommandGroup:
         begun, limit, awake = time.monotonic(), self.limits.build_seconds, Awake()
         while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
             ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
-            if self._listener in ready:
-                self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
+            self._accept(ready)
             for peer in [p for p in self._strangers if p.link in ready]:
                 if not peer.read():
                     self._strangers.remove(peer)
@@ -165,6 +164,10 @@ class CommandGroup:
             self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
         self._peers = [peers[rank] for rank in sorted(peers)]
         self.pids = [greetings[min(greetings)]["pid"]]
+
+    def _accept(self, ready: Sequence[object]) -> None:
+        if self._listener in ready:
+            self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
 
     @property
     def roots(self) -> list[int]:
@@ -211,7 +214,15 @@ class CommandGroup:
             peer.heard = begun
             peer.tell(**command)
         while pending := [peer for peer in self._peers if not peer.answers]:
-            ready = connection.wait([peer.link for peer in pending], timeout=0.5)
+            links = [peer.link for peer in (*pending, *self._strangers)]
+            ready = connection.wait([self._listener, *links], timeout=0.5)
+            self._accept(ready)
+            for peer in [p for p in self._strangers if p.link in ready]:
+                if peer.read():  # it would sleep while the others train
+                    several = "several of its processes make steps, of which torch.distributed knows nothing"
+                    raise GroupFailed("crashed", f"{several}: only one could be measured{self._last()}")
+                self._strangers.remove(peer)
+                peer.link.close()
             if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
                 self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
             now = time.monotonic()

@@ -176,7 +176,7 @@ class Turns:
             "weights": sorted({str(p.dtype)[6:] for p in weights}),
             "gradients": sorted({str(p.grad.dtype)[6:] for p in weights if p.grad is not None}),
             "autocast": sorted(self.autocast),
-            "compiled": bool(counters and counters["frames"]["ok"]),
+            "compiled": bool(counters and (counters["frames"]["ok"] or counters["stats"]["unique_graphs"])),
             "optimizer": type(self.taken).__name__,
             "several_optimizers": self.calls > self.steps,
             "world_size": self._place()[1],

@@ -205,7 +205,9 @@ class OwnTraining(Step):
         """What runs, read back from the objects that run, and what the user's training offers."""
         offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
         dynamo = sys.modules.get("torch._dynamo.utils")  # without which nothing was compiled
-        by_itself = self.config.compile == "off" and dynamo and dynamo.counters["frames"]["ok"]
+        # With fullgraph no frame is counted.
+        compiled = dynamo and (dynamo.counters["frames"]["ok"] or dynamo.counters["stats"]["unique_graphs"])
+        by_itself = self.config.compile == "off" and compiled
         offers["eager"] = None if by_itself else True
         seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
         seen |= {"maker": self.maker, "place": self.place, **super().witness()}
