@@ -46,7 +46,7 @@ test: dev ## run the fast tests, three at a time, for some of them wait (ARGS='-
 	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 test-slow: dev ## run the other tests (those that need a GPU skip themselves without one)
-	@.venv/bin/python -m pytest -n 3 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
 	@.venv/bin/python -m pytest -m alone $(ARGS)
 
 chaos: dev ## attack the lab for ten minutes: damaged input, kills, misbehaving training; prints a table

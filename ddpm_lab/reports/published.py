@@ -187,7 +187,8 @@ FIELDS = {
     "profile": "steps wall_seconds schedule phases operators traces budget wrong_ways",
     "quality": "steps losses held_out weights_sha256 trainer codes samples gradients fid",
     "witness of a rank": "rank world_size backend device device_uuid cuda threads threads_wait precision "
-    "autocast_scaler compile compiled_frames graphs graph_breaks recompiles parameters weights_device data_sha256 "
+    "autocast_scaler compile compiled_frames frames_tried frames_given_up graphs graph_breaks recompiles parameters "
+    "weights_device data_sha256 "
     "loader loader_workers prefetch_batches implementation channels_last kernels without attention_axis adam ema "
     "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
     "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
