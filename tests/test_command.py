@@ -314,6 +314,17 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
 
 
 @pytest.mark.slow
+def test_shared_memory_of_a_killed_script_is_removed(start: Start, tmp_path: Path) -> None:
+    held = "from multiprocessing.shared_memory import SharedMemory\nheld = SharedMemory(create=True, size=1000)"
+    group = start(before=f"{held}\nopen('held', 'w').write(held.name)")
+    file = Path("/dev/shm", (tmp_path / "held").read_text())
+    assert file.exists()
+    group.kill()
+    assert not file.exists()
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
 def test_processes_that_train_apart_are_refused(start: Start, tmp_path: Path) -> None:
     """One of them would be measured while the others sleep."""
     group = start(before="os.fork()")

@@ -336,3 +336,4 @@ def test_a_trial_that_fails_is_told_with_its_reason() -> None:
     failed = replace(trial, status="refused", reason="it loaded helper", quality=None)
     shown = replace(make.study(make.sets({})), trials=(failed,))
     assert findings.untrained(shown) == f"Not trained as planned: {trial.label} (refused: it loaded helper)."
+    assert not findings.untrained(replace(shown, trials=(failed, trial))), "another try went well"

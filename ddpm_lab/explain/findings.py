@@ -214,7 +214,8 @@ def untrained(study: Study) -> str:
         if r.role == "note" and r.config.purpose == "quality"
         if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
     )
-    failed = (t for t in study.trials if t.status not in (*_SOUND, "diverged"))
+    done = {t.run_id for t in study.trials if t.status == "ok"}  # at another try
+    failed = (t for t in study.trials if t.status not in (*_SOUND, "diverged") and t.run_id not in done)
     told = [(r.label, str(r.reason)) for r in lacking]
     return listed("Not trained as planned", told + [(t.label, phrases.failed(t.status, t.reason)) for t in failed])
 
