@@ -270,9 +270,9 @@ def left(folder: Path) -> list[int]:
 
 ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "has no optimizer": ({"before": "sys.exit()"}, "crashed", "before a step of a torch optimizer"),
-    "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=6)}, "timed out", "in 6 s"),
+    "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=2)}, "timed out", "in 2 s"),
     "names another": (
-        {"optimizer": "SGD", "limits": Limits(build_seconds=6)},
+        {"optimizer": "SGD", "limits": Limits(build_seconds=20)},  # importing torch takes six on a busy machine
         "timed out",
         "but steps of AdamW, which",
     ),
