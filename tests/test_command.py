@@ -222,6 +222,25 @@ def test_as_is_neither_threads_nor_memory_are_set_and_batches_that_workers_hold_
 
 
 @pytest.mark.slow
+def test_what_loads_ahead_in_a_thread_or_process_of_its_own_is_stopped_with_the_script(start: Start) -> None:
+    before = """
+import multiprocessing, queue, threading
+ahead = queue.Queue(20), multiprocessing.Queue(20)
+def load(into):
+    while True:
+        time.sleep(0.05)
+        into.put(0)
+threading.Thread(target=load, args=ahead[:1], daemon=True).start()
+multiprocessing.Process(target=load, args=ahead[1:], daemon=True).start()
+"""
+    group = start(before=before, after="[q.get() for q in ahead]")
+    for _ in range(3):
+        report = window(group, 0, 10)
+        time.sleep(1)
+    assert report["end"] - report["start"] > 8 * 0.05
+
+
+@pytest.mark.slow
 def test_a_step_that_a_gradient_scaler_skips_is_counted(start: Start, tmp_path: Path) -> None:
     before = """
 real = optimizer.step

@@ -1,8 +1,9 @@
 """A group that is a command line of somebody else's: a training script as it stands, which takes its turns unchanged.
 
 The command runs below a guard, which ends all of it. Each of its processes in which an optimizer steps calls back over
-a socket (``hook.py``), and sleeps there while others are measured. Of several ranks all make the same steps in a
-window, so none is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
+a socket (``hook.py``), and sleeps there while others are measured; then all of them are stopped, with threads and
+processes of their own that would load data ahead for nothing. Of several ranks all make the same steps in a window, so
+none is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
@@ -107,6 +110,7 @@ class CommandGroup:
         self._peers: list[_Peer] = []
         self._strangers: list[_Peer] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped: list[psutil.Process] = []
         self._private = private_folder()
         self.folder = Path(self._private.name)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -194,6 +198,23 @@ class CommandGroup:
         self.files: list[str] = seen.pop("files")
         return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
 
+    def _stop(self) -> None:
+        """Stop every process: those known from last time at once, since what loads data has time until it is found."""
+        assert self._process is not None
+        for process in self._stopped:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.suspend()
+        with contextlib.suppress(psutil.Error):
+            self._stopped = psutil.Process(self._process.pid).children(recursive=True)  # the guard itself goes on
+        for process in self._stopped:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def _resume(self) -> None:
+        for process in self._stopped:
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
     def watched_elsewhere(self) -> list[dict[str, float | None]]:
         """Nothing runs on other hosts."""
         return []
@@ -208,6 +229,7 @@ class CommandGroup:
         return [{**told, **peaks, "images": None, "indices_sha256": ""}]
 
     def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
+        self._resume()
         begun = shown = time.monotonic()
         awake = Awake()
         for peer in self._peers:
@@ -232,6 +254,7 @@ class CommandGroup:
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
+        self._stop()
         return [peer.answers.pop(0) for peer in self._peers]
 
     def _fail(self, where: str, *, steps: bool = False) -> None:
@@ -269,6 +292,7 @@ class CommandGroup:
     def kill(self) -> None:
         """Kill every process of the command, and remove the folder."""
         if self._process is not None:
+            self._resume()  # what removes shared memory
             end_guarded(self._process)
             self._process = None
             self.written |= opened(self.folder, "w")

@@ -62,6 +62,8 @@ def end_below(pid: int, spared: Collection[int] = (), tidying: float = 0.0) -> N
                         looks = 0
                         if time.monotonic() > begun + tidying or not _tidies(process):
                             process.kill()
+                        else:
+                            process.resume()  # as all of a command it is stopped between its turns
         time.sleep(0.01)
 
 
