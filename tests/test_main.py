@@ -205,7 +205,7 @@ FULL = {
     "run amp --preset smoke": "trace_output",
     "report --preset smoke": "reports",
     "figures --ledger RECORDS": "image_output",
-    "train --steps 1 --no-probe --image-size 8 --data DATA": "checkpoints",
+    "train --steps 1 --no-probe --network tiny --image-size 8 --data DATA": "checkpoints",
 }
 
 

@@ -188,7 +188,19 @@ def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monke
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.strip().partition(";")[0]
 
-    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--batch-size", 4, "--sample-every", 0)
+    train = (
+        "train",
+        "--data",
+        tmp_path / "data",
+        "--network",
+        "tiny",
+        "--image-size",
+        8,
+        "--batch-size",
+        4,
+        "--sample-every",
+        0,
+    )
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
     long = submitted(*train, "--steps", 10**6, minutes=2)
     monkeypatch.delenv("DDPM_LAB_REQUEUE")

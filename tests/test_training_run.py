@@ -175,7 +175,23 @@ def test_a_run_that_ends_before_its_first_average_says_so(
         ranks()
         run(tmp_path / str(steps), steps)
         assert any("those of the start before step 10" in text for text in told) is said
+        assert training_run.TEXTURES in told
         told.clear()
+
+
+def test_when_samples_show_objects_is_said_once(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks make 40 images/s, and the first chunk of one step says nothing of the speed."""
+    told = list[str]()
+    monkeypatch.setattr(Progress, "stay", lambda _, text: told.append(text))
+    monkeypatch.setattr(training_run, "OBJECTS", {"tiny": 4_843})
+    for size, steps, more in ((32, 20, ": give --steps 606 or more"), (32, 606, ""), (8, 20, None), (32, 620, None)):
+        ranks()
+        told.clear()
+        run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
+        said = [text for text in told if "objects from about step 606 on, in 2 min" in text]
+        assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -280,7 +296,7 @@ def plan(tmp_path: Path, data: Path) -> Plan:
 
 def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_path: Path, plan: Plan) -> None:
     config, schedule = plan()
-    assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "tiny", 32)
+    assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "seed", 16)
     usual = "bf16" if multiplies_bf16() else "fp32"
     assert (config.precision, config.kernels, config.loader) == (usual, "fused", "packed")
     assert plan(compile="whole")[0].kernels == plan(channels_last=False)[0].kernels == "aten"

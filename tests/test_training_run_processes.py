@@ -35,7 +35,7 @@ KILLS = 20 if os.environ.get("CHAOS") == "full" else 3
 
 
 def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
-    words = "--image-size 8 --batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5 --no-probe"
+    words = "--network tiny --image-size 8 --batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5 --no-probe"
     given = ["--data", str(data), "--output-dir", str(folder), "--steps", str(steps)]
     return [sys.executable, "-m", "ddpm_lab", "train", *given, *words.split(), *more]
 
@@ -195,7 +195,20 @@ def test_train_go_on_and_sample(call: Call, data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = tmp_path / "settings.toml"
     settings.write_text("seed = 2\n[train]\nsave_every = 2\nsample_every = 4\nevaluate_every = 4\nkeep = 2\n")
-    common = ("--data", data, "--image-size", 8, "--batch-size", 8, "--config", settings, "--output-dir", folder)
+    common = (
+        "--data",
+        data,
+        "--network",
+        "tiny",
+        "--image-size",
+        8,
+        "--batch-size",
+        8,
+        "--config",
+        settings,
+        "--output-dir",
+        folder,
+    )
     code, out, err = call("train", *common, "--steps", 4)
     assert code == 0, err
     assert out == f"{folder}/checkpoints/step-00000004.pt\n"

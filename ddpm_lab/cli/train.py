@@ -25,9 +25,9 @@ from ddpm_lab.training.setting import fused_lacking
 from ddpm_lab.training.stopping import Stop
 
 TRAINED_BY = {
-    "network": "seed on a GPU, tiny on a CPU",
+    "network": "seed",
     "image_size": None,
-    "global_batch_size": "128 on a GPU, 32 on a CPU",
+    "global_batch_size": "128 on a GPU, 16 on a CPU",
     "accumulation": 1,
     "learning_rate": 2e-4,
     "precision": "the fastest here",

@@ -37,7 +37,10 @@ HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 NOT_LEARNED = ("optimizer.adam", "optimizer.ema")
 """Settings of the optimizer that say how it is computed: a resumed run may have others."""
-USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
+USUAL = {"cpu": {"network": "seed", "global_batch_size": 16}, "cuda": {"network": "seed", "global_batch_size": 128}}
+OBJECTS = {"seed": 300_000}
+"""Images of 32 pixels, here CIFAR-10 in batches of 16, after which samples show objects (docs/training.md)."""
+TEXTURES = "tiny is for measuring: its samples show textures, never objects; --network seed draws those"
 TABLE = "train"
 
 
@@ -208,6 +211,8 @@ def train(
         if schedule.steps < (first := config.optimizer.ema_every):
             of = "samples and held-out losses are of averaged weights, which are those of the start before"
             progress.done(f"{of} step {first} (optimizer.ema_every): sample has --weights trained")
+        if config.network == "tiny":
+            progress.done(TEXTURES)
         if tracker:
             logging = TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done)
             tracked = stack.enter_context(logging)
@@ -262,6 +267,7 @@ class _Run:
     step_seconds: float = math.inf
     loss: float | None = None
     held_out: float | None = None
+    told: bool = False  # when samples show objects
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
@@ -372,6 +378,12 @@ class _Run:
         self.progress.expect(left if known and self.step < self.schedule.steps else None)
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
+        shown = math.ceil(OBJECTS.get(self.config.network, 0) / self.config.global_batch_size)
+        if known and not self.told and self.step < shown and self.config.image_size == 32:
+            minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
+            more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
+            self.progress.stay(f"samples show objects from about step {shown:,} on, in {minutes:,.0f} min{more}")
+        self.told |= known
 
     def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
