@@ -30,8 +30,8 @@ class Plan:
     """How one set is measured.
 
     A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
-    steps and ten times the prefetch queue. A set has ``turns`` turns; 0 computes them before the first set of a
-    comparison from what its start and its turns cost, and every further set has as many.
+    steps and ten times the prefetch queue (twice, of a script). A set has ``turns`` turns; 0 computes them before the
+    first set of a comparison from what its start and its turns cost, and every further set has as many.
     """
 
     turns: Annotated[int, Opt(least=0)] = 0

@@ -1,6 +1,7 @@
 """Scripts that know nothing of the lab take turns: counted steps, what they say of themselves, and how they end."""
 
 import ast
+import fcntl
 import os
 import shutil
 import sys
@@ -238,6 +239,43 @@ multiprocessing.Process(target=load, args=ahead[1:], daemon=True).start()
         report = window(group, 0, 10)
         time.sleep(1)
     assert report["end"] - report["start"] > 8 * 0.05
+
+
+@pytest.mark.slow
+def test_whoever_holds_a_lock_is_stopped_without_it(start: Start, tmp_path: Path) -> None:
+    before = """
+import fcntl, threading
+def hold():
+    while True:
+        with open("lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(0.01)
+        time.sleep(0.01)
+threading.Thread(target=hold, daemon=True).start()
+"""
+    group = start(before=before)
+    for _ in range(12):
+        window(group, 0, 5)
+        with (tmp_path / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_stopped_processes_end_with_a_guard_that_is_killed_and_a_shell_with_jobs_waits_for_them(
+    start: Start, tmp_path: Path
+) -> None:
+    loads = "import multiprocessing\nmultiprocessing.Process(target=time.sleep, args=[99]).start()"
+    (tmp_path / "jobs.sh").write_text(f"set -m\n{sys.executable} train.py\n")
+    for run, windows in (("bash jobs.sh", 8), ("{python} train.py", 1)):
+        group = start(run=run, before=loads)
+        for _ in range(windows):
+            window(group, 0, 5)
+        if windows > 1:
+            group.kill()
+    assert group._process
+    group._process.kill()
+    group._process.wait()
+    assert not left(tmp_path)
 
 
 @pytest.mark.slow

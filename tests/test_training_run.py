@@ -21,6 +21,7 @@ from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
@@ -267,13 +268,14 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
         ({"mirror": False}, "mirror is False, and was True"),
         ({"data_sha256": "ab"}, "data_sha256 is 'ab'.* and the images as they were"),
         ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
-        ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
+        ({"optimizer": OptimizerConfig(clip_norm=2.0)}, r"optimizer\.clip_norm is 2\.0, and was 1\.0"),
     ]
     for settings, words in others:
         with pytest.raises(ConfigError, match=words):
             run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
     assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], before)
-    run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, loader="files"))
+    slower = OptimizerConfig(learning_rate=1e-4)
+    run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, optimizer=slower))
 
 
 # --- from a file and the command line to a run ----------------------------------------------------------------------
@@ -310,7 +312,9 @@ def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_pat
     assert schedule == Schedule(steps=5, save_every=7)
     with RunFolder(tmp_path) as folder:
         folder.write_settings(config, {"steps": 5, "save_every": 7})
-    again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
+    said = list[str]()
+    again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path, progress=said.append)
+    assert said == [read_manifest(Path(config.data)).describe()], "how many images there are"
     assert again[:2] == (config, schedule), "what ran can be run again"
 
 

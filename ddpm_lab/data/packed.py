@@ -304,7 +304,10 @@ def _check_outside(job: Job, dest: Path) -> None:
     """Refuse a folder among the user's own images: what is written there would be trained on."""
     for given in job.given:
         if dest.resolve().is_relative_to(given.resolve()):
-            raise DataError(f"{dest} lies inside the image folder {given}, which is never written to; choose another")
+            raise DataError(
+                f"{dest} lies inside the image folder {given}, which is never written to; choose another, "
+                "or have the images prepared elsewhere: ddpm-lab prepare SOURCE DEST, and DEST as the data"
+            )
 
 
 def _check_dest(job: Job, dest: Path) -> None:

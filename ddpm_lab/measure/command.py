@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,18 +29,34 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Awake, GroupFailed, Limits
+from ddpm_lab.measure.guard import tidies
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
-from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
+from ddpm_lab.measure.process import (
+    ENDED,
+    SPIN_COUNT,
+    SPIN_VARIABLE,
+    end_guarded,
+    guarded,
+    host_id,
+    private_folder,
+    temporary,
+)
 
 HOOK = Path(__file__).with_name("hook.py")
-LAUNCHERS = ("torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "srun")
+LAUNCHERS = re.compile(
+    r"^(?:[^#\n]*[\s;&|(/])?(?:torchrun|accelerate\s+launch|deepspeed|mpirun|srun)\s"
+    r"|^[^#\n]*torch\.distributed\.(?:run|launch)",
+    re.MULTILINE,
+)
 """What starts several ranks, and says by itself how many threads each has."""
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
 LAST_LINES, LAST_CHARACTERS = 3, 400
 SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
+HOLDS = re.compile(r"^\d+: (?!->).* WRITE +(\d+) ", re.MULTILINE)  # in /proc/locks: who holds one of a file
+UNLOCKING_TRIES = 20  # of 2 ms each: some locks are held for life
 
 
 class _Peer:
@@ -82,7 +99,22 @@ def texts_of(command: str, folder: Path) -> list[str]:
 
 def sets_threads(command: str, folder: Path) -> bool:
     """Whether a launcher of several ranks is in a command, or in a shell script that it names."""
-    return any(name in text for name in LAUNCHERS for text in texts_of(command, folder))
+    return any(map(LAUNCHERS.search, texts_of(command, folder)))
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop a process, and wait until it is: a shell with job control that sees its child stop first would go on."""
+    process.suspend()
+    ends = time.monotonic() + 0.1  # it may wait for a disk
+    while process.status() not in (psutil.STATUS_STOPPED, *ENDED) and time.monotonic() < ends:
+        time.sleep(0.0005)
+
+
+def each(action: Callable[[psutil.Process], None], processes: Sequence[psutil.Process]) -> None:
+    """Do this to every process that has not ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            action(process)
 
 
 class CommandGroup:
@@ -161,7 +193,7 @@ class CommandGroup:
             if not ready and self._process and self._process.poll() is not None:
                 self._fail("before a step of a torch optimizer")
             if awake.seconds() > limit:
-                more = "it has to be Python, started without -I, -E or -S, that imports torch"
+                more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
                 more = self._uncounted() or f": {more}"
                 how = f"no step of a torch optimizer in {self.limits.told(limit)}{more}{self._last()}"
                 raise GroupFailed("timed out", how)
@@ -199,21 +231,30 @@ class CommandGroup:
         return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
 
     def _stop(self) -> None:
-        """Stop every process: those known from last time at once, since what loads data has time until it is found."""
+        """Stop every process: those known from last time at once, since what loads data has time until it is found.
+
+        What tidies up shared memory goes on, as does the guard; so does whoever has locked a file, until it has not:
+        the other side may wait for it.
+        """
         assert self._process is not None
-        for process in self._stopped:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                process.suspend()
+        each(suspend, self._stopped)
         with contextlib.suppress(psutil.Error):
-            self._stopped = psutil.Process(self._process.pid).children(recursive=True)  # the guard itself goes on
-        for process in self._stopped:
-            with contextlib.suppress(psutil.Error):
-                process.suspend()
+            found = psutil.Process(self._process.pid).children(recursive=True)
+            self._stopped = [process for process in found if not tidies(process)]
+        each(suspend, self._stopped)
+        for _ in range(UNLOCKING_TRIES):
+            locks = ""
+            with contextlib.suppress(OSError):
+                locks = Path("/proc/locks").read_text()
+            holders = set(map(int, HOLDS.findall(locks)))
+            if not (holding := [process for process in self._stopped if process.pid in holders]):
+                break
+            each(psutil.Process.resume, holding)
+            time.sleep(0.002)
+            each(suspend, holding)
 
     def _resume(self) -> None:
-        for process in self._stopped:
-            with contextlib.suppress(psutil.Error):
-                process.resume()
+        each(psutil.Process.resume, self._stopped[::-1])
 
     def watched_elsewhere(self) -> list[dict[str, float | None]]:
         """Nothing runs on other hosts."""
@@ -292,7 +333,6 @@ class CommandGroup:
     def kill(self) -> None:
         """Kill every process of the command, and remove the folder."""
         if self._process is not None:
-            self._resume()  # what removes shared memory
             end_guarded(self._process)
             self._process = None
             self.written |= opened(self.folder, "w")

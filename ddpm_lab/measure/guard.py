@@ -33,7 +33,7 @@ def adopt() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _tidies(process: psutil.Process) -> bool:
+def tidies(process: psutil.Process) -> bool:
     """Whether a process removes shared memory and semaphores of others that have ended, and then ends itself."""
     line = " ".join(process.cmdline())
     return "torch_shm_manager" in line or "multiprocessing.resource_tracker" in line
@@ -60,10 +60,8 @@ def end_below(pid: int, spared: Collection[int] = (), tidying: float = 0.0) -> N
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile
                     if process.status() != psutil.STATUS_ZOMBIE:
                         looks = 0
-                        if time.monotonic() > begun + tidying or not _tidies(process):
+                        if time.monotonic() > begun + tidying or not tidies(process):
                             process.kill()
-                        else:
-                            process.resume()  # as all of a command it is stopped between its turns
         time.sleep(0.01)
 
 
@@ -80,7 +78,7 @@ def main(command: list[str]) -> int:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # whose signals to all do not reach this process
+            process_group=0,  # signals to all of which do not reach this process; stopped, it is woken when this ends
             preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no thread has been started
         )
         while child.poll() is None:

@@ -40,7 +40,10 @@ LONG_STEP = 5.0
 MOST_FILES = 20_000  # entries of the working folder that are looked at for files that were written meanwhile
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
-_REPLACES_PATH = re.compile(r"^[^#\n]*?\b(PYTHONPATH=(?!\S*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE)
+_REPLACES_PATH = re.compile(
+    r"^[^#\n]*?\b(PYTHONPATH=(?!\S*\$\{?PYTHONPATH|['\"][^'\"]*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE
+)
+_ANEW = re.compile(r"(\$\(|`)\s*(mktemp|date)\b")
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -128,7 +131,9 @@ def look(
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
-    ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name != "device"]
+    # Nor does a folder that has another name in every run.
+    left_out = {"device", "argv"} if any(map(_ANEW.search, texts_of(config.command, here))) else {"device"}
+    ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
     key = digest([instrument.code.key, *ran, held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
     code = CodeVersion(key, sources, tree, written=written)

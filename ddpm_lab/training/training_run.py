@@ -32,11 +32,11 @@ SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
-DIVERGED = "is no longer finite at step {:,}: try a lower learning rate, or fp32"
+DIVERGED = "is no longer finite at step {:,}: go on with a lower --learning-rate, or in fp32"
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
-NOT_LEARNED = ("optimizer.adam", "optimizer.ema")
-"""Settings of the optimizer that say how it is computed: a resumed run may have others."""
+NOT_LEARNED = ("optimizer.adam", "optimizer.ema", "optimizer.learning_rate")
+"""Settings of the optimizer of which a resumed run may have others."""
 USUAL = {"cpu": {"network": "seed", "global_batch_size": 16}, "cuda": {"network": "seed", "global_batch_size": 128}}
 OBJECTS = {"seed": 300_000}
 """Images of 32 pixels, here CIFAR-10 in batches of 16, after which samples show objects (docs/training.md)."""
@@ -120,6 +120,7 @@ def plan_training(
     images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
     prepared = resolve(config.data or "synthetic", cache, results=folder, progress=progress, **images)
     manifest = read_manifest(prepared)
+    getattr(progress, "stay", progress)(manifest.describe())
     sha256, memory = manifest.content_hash, min((g.memory_bytes or 0 for g in hardware.gpus()), default=0)
     if config.loader == "resident" and "loader" not in said and 4 * math.prod(manifest.shape) > memory > 0:
         config = dataclasses.replace(config, loader="packed")  # a step needs most of the memory
