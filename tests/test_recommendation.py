@@ -455,6 +455,8 @@ LOADER = make.sets(
 IN_BF16 = make.sets(
     {"compiled": (replace(NARROW, compile="whole"), 1.47)}, baseline=NARROW, experiment="torch_compile", family="bf16"
 )
+KEPT_IN_BF16 = make.sets({"kept": (ALL_KEPT, 1.2)}, baseline=NARROW, experiment="bottleneck", family="bf16")
+"""The same arithmetic as its baseline."""
 SEED = RunConfig(network="seed")
 """A network of which no loss is known at which harm shows."""
 
@@ -475,6 +477,8 @@ SEED = RunConfig(network="seed")
         (study(amp(base=SEED), harm=0.0, base=SEED), "bf16", question.UNTRIED, ""),
         (study(amp(), harm=0.05), None, findings.ANSWERED, ""),
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
+        (study(amp(), KEPT_IN_BF16, harm=0.05), None, findings.ANSWERED, ""),  # that is worse
+        (study(amp(), KEPT_IN_BF16), "bf16", question.UNTRIED, "ddpm-lab run amp"),  # that is not judged
         (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),

@@ -211,13 +211,16 @@ def _for(config: RunConfig) -> str:
 
 
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
-    """Return the changes called faster, in a number format that is faster itself, with one of these verdicts."""
-    able = [c for c in rows if c.verdict == FASTER and c.equivalence.verdict in verdicts]
-    return [c for c in able if all(other.verdict == FASTER for other in _of_format(c, rows))]
+    """Return the changes called faster, with one of these verdicts on quality.
+
+    The number format that they are in must be faster itself, with such a verdict or a good one.
+    """
+    able, known = [c for c in rows if c.verdict == FASTER and c.equivalence.verdict in verdicts], (*GOOD, *verdicts)
+    return [c for c in able if all(f.verdict == FASTER and f.equivalence.verdict in known for f in _of_format(c, rows))]
 
 
 def _of_format(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]:
-    """Return what is known of the speed of a change's number format: of the same work, else of any on its device."""
+    """Return what is known of a change's number format: of the same work, else of any on its device."""
     base = change.baseline
     found = [c for c in rows if c.experiment == "amp" and c.config.precision == base.precision]
     found = [c for c in found if c.config.device == base.device]
