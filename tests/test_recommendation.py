@@ -581,6 +581,19 @@ def test_what_may_be_recommended_is_combined_as_far_as_it_can_be() -> None:
     assert (found.baseline, *found.candidates) == (RunConfig(), (ALL, ALL_KEPT))
 
 
+def test_what_was_measured_together_is_recommended_by_its_own_quality() -> None:
+    """Each part is not worse; of both nothing is known at first."""
+    how: dict[str, Any] = {"baseline": PLAIN, "experiment": RECOMMENDATION, "family": "tiny, together"}
+    both = make.sets({"both": (replace(PLAIN, precision="bf16", world_size=2), 1.8)}, **how)
+    found = make.study([*bf16(1.5), *two_ranks(1.3, PLAIN, seed=1), *both], RECOMMENDATION)
+    parts, whole = [*trials(BF16, 0.0, PLAIN), *trials(TWO, 0.0, PLAIN)], trials(BOTH, 0.0, PLAIN)
+    for tried, ratio in ((parts, 1.5), ([*parts, *whole], 1.8)):
+        told = answer(replace(found, trials=tuple(tried))).finding
+        assert told.ratio == pytest.approx(ratio, rel=0.02)
+        assert told.quality.startswith(f"quality {quality.NOT_WORSE}")
+        assert any("both" in note for note in told.notes) == (ratio < 1.8)
+
+
 def test_no_record_names_code_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured together are settings: the training is the one that was asked for."""
     for make_it, expected in (("", True), ("evil:make", False)):

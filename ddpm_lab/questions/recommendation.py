@@ -257,11 +257,11 @@ def together(study: Study) -> list[Comparison]:
 
 
 def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
-    """Return the changes that a faster combination joins; none if one is not ``good``, or it learns worse."""
+    """Return the changes that a faster combination joins; none if one is not ``good``, or it is not itself."""
     wanted = together.config.differences(together.baseline)
     parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
     told = {name for c in parts for name in c.config.differences(c.baseline)}
-    fine = together.verdict == FASTER and together.equivalence.verdict in (*GOOD, *OPEN)
+    fine = together.verdict == FASTER and together.equivalence.verdict in GOOD
     return parts if fine and told == wanted.keys() else []
 
 
@@ -303,9 +303,10 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         best, parts = _fastest(study, good)
         than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
         gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
-        judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-        headline = f"Use {best.label}{where(best)}: {gain}{findings.with_cores(best)}, quality {judged}"
-        return replace(about(study, best, headline, *warnings), status=ANSWERED)
+        headline = f"Use {best.label}{where(best)}: {gain}{findings.with_cores(best)}, quality {best.quality}"
+        open_ = [c for c in together(study)[:1] if c.verdict == FASTER and c.equivalence.verdict in OPEN]
+        unjudged = (f"{findings.difference(c)}; quality {c.quality}." for c in open_)
+        return replace(about(study, best, headline, *unjudged, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         told = findings.difference(best)
