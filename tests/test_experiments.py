@@ -64,8 +64,12 @@ def test_the_labs_trainer_and_ones_own_answer_apart(
     elsewhere.append(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.1)})))
     both = experiments.run("amp", ledger=[ledger.path, elsewhere.path], machine=hardware.machine().key)
     assert {r.config.work_name for r in both.study.records} == {"mine:make"}, "another machine's hides nothing"
+    mine = make.on(hardware.machine(), make.sets(rows, baseline=own))
+    ledger.append([make.look(mine[0], [mine[0].set_id], "2026-01-04T10:00:00+00:00")])
     ledger.append(make.on(hardware.machine(), make.sets({"bf16": (BF16, 1.1)})))
     assert configs("amp") == {"tiny"}
+    looks = experiments.run("amp", ledger=ledger.path).study.looks
+    assert [r.config.work_name for r in looks] == ["mine:make"], "it tells how much the machine's sets scatter"
 
 
 @pytest.mark.slow

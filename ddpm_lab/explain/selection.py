@@ -161,6 +161,13 @@ def about(heads: Sequence[Head], **of: str | int | None) -> list[Head]:
     return [h for h in heads if h.role in (TRIAL, LOOK) or fits(h)]
 
 
+def with_looks(kept: Iterable[Head], heads: Sequence[Head]) -> list[Head]:
+    """Those of ``heads`` that are ``kept``, and all looks of their machines: whatever they are at tells of scatter."""
+    kept = set(kept)
+    machines = {h.machine.key for h in kept}
+    return [h for h in heads if h in kept or (h.role == LOOK and h.machine.key in machines)]
+
+
 def _by_experiment(records: Sequence[T]) -> list[list[T]]:
     return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 

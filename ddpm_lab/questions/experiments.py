@@ -26,7 +26,18 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import COMPARED, comparisons
-from ddpm_lab.explain.selection import BESIDE_OTHERS, LOOK, TRIAL, Study, about, machine_key, note, read_study, study
+from ddpm_lab.explain.selection import (
+    BESIDE_OTHERS,
+    LOOK,
+    TRIAL,
+    Study,
+    about,
+    machine_key,
+    note,
+    read_study,
+    study,
+    with_looks,
+)
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
@@ -255,7 +266,7 @@ def _stored(
         found = of_training(heads, workload)
         if workload is None and of.get("network") is None and asked and not any(h in asked for h in found):
             found = [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
-        return about(found, **of)
+        return about(with_looks(found, heads), **of)
 
     return read_study(files, name, output, machine=machine, among=mine)
 
