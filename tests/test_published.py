@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from PIL import Image, ImageFilter
 from scipy import stats
 from test_archives import png as encoded
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.explain import selection
 from ddpm_lab.explain.charts import png
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports import published
+from ddpm_lab.training.setting import own_data
 
 SLUG = "example-cpu-9000-2-cores-no-gpu"
 
@@ -174,6 +176,26 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     text = next(t for ax in drawn.axes for t in ax.texts if "1.50" in t.get_text())
     text.set_text(text.get_text().replace("1.50", "1.56"))
     assert not published.same_picture(figure, png(drawn))
+
+
+def test_the_lab_answers_beside_a_training_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own questions and the recommendation, whatever was measured last; a look at either tells of scatter."""
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"),), data_sha256=f"{own_data('mine:make')}1")
+    values: dict[str, Any] = {"environment": make.environment(date="2026-01-04T10:00:00+00:00"), "baseline": own}
+    mine = make.sets({"bf16": (replace(own, precision="bf16"), 1.9)}, **values)
+    mine += make.sets({"compiled": (replace(own, compile="whole"), 1.9)}, experiment="torch_compile", **values)
+    look = make.look(mine[0], [r.set_id for r in mine[:18]], "2026-01-05T10:00:00+00:00")
+    ledger = tmp_path / "own.jsonl"
+    Ledger(ledger).append([*own_records(), *mine, look])
+    published.publish([ledger], None, tmp_path)
+    kept = Ledger(tmp_path / PUBLISHED / f"{SLUG}.jsonl").read()[0]
+    assert {(r.experiment, r.config.is_own) for r in kept} == {("amp", False)}
+    monkeypatch.setattr(published, "_draw", lambda studies, _: [(answer(s), s.looks) for s in studies])
+    shown: list[Any] = published.rebuild([ledger], None, tmp_path)
+    ratios = {told.file: told.finding.ratio for told, _ in shown}
+    expected = {"03_amp": 1.5, "05_torch_compile_mine_make": 1.9, "06_recommendation": 1.5}
+    assert ratios == pytest.approx(expected, rel=0.03)
+    assert [[r.run_id for r in looks] for _, looks in shown] == [[own.run_id]] * 3
 
 
 def test_nothing_to_publish_missing_files_and_torn_lines_are_named(output: Path, tmp_path: Path) -> None:

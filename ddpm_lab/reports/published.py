@@ -24,11 +24,13 @@ from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
-from ddpm_lab.explain.selection import RECOMMENDATION, Study, study
+from ddpm_lab.explain.selection import LOOK, RECOMMENDATION, Study, study
 from ddpm_lab.files import CHECKOUT, check_room, replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all, with_texts
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
+from ddpm_lab.questions.experiments import of_training
+from ddpm_lab.questions.recommendation import OTHER_WORK
 from ddpm_lab.record import LedgerError, RunRecord
 
 SHOWN = {*every_question(), SEARCH}
@@ -47,7 +49,7 @@ def rebuild(
     named.
     """
     table = bands_called(bands)
-    records, damaged = read_all(ledgers, lambda heads: _shown(heads, machine))
+    records, damaged = read_all(ledgers, lambda heads: selection.with_looks(_shown(heads, machine), heads))
     if not records:
         raise LedgerError(
             f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
@@ -137,8 +139,12 @@ def same_picture(one: bytes, other: bytes) -> bool:
 
 
 def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
-    """Heads of the records that some figure shows, in their order."""
-    wanted = {h for h in selection.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
+    """Heads of the records that some figure shows, in their order: a question's of the lab where it has any."""
+    key = selection.machine_key(heads, machine) if heads else ""
+    labs = of_training([h for h in heads if h.machine.key == key], None)
+    asked = {h.experiment for h in labs}
+    mine = [*labs, *(h for h in heads if h.machine.key == key and h.experiment not in asked)]
+    wanted = {h for h in selection.chosen(mine, RECOMMENDATION) if h.experiment in SHOWN}
     return [h for h in heads if h in wanted]
 
 
@@ -147,9 +153,12 @@ def _studies(
 ) -> list[Study]:
     """What the records of each question show, beside the trials published in ``published`` (default: ``output``)."""
     asked, trials = {RECOMMENDATION, *(r.experiment for r in records)}, published_trials(published or output)
-    labs = [r for r in records if not r.config.is_own]  # published claims are about this trainer
+    labs = [r for r in records if r.role == LOOK or not r.config.is_own]
+    recommends = any(r.windows and r.experiment not in OTHER_WORK for r in labs)
+    # Published claims are about this trainer, and so is a recommendation, where it has one.
+    alone = (*selection.BESIDE_OTHERS, *[RECOMMENDATION] * recommends)
     studies = [
-        study(labs if name in selection.BESIDE_OTHERS else records, name, machine=machine, output_dir=output)
+        study(labs if name in alone else records, name, machine=machine, output_dir=output)
         for name in every_question()
         if name in asked
     ]
