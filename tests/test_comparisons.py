@@ -160,6 +160,12 @@ def test_what_a_killed_run_had_measured_is_shown_beside_what_was_shown_before() 
     ]
 
 
+def test_sets_after_a_look_that_tested_nothing_count() -> None:
+    records = planted({"bf16": 0.2 + ROUND}, NONE)
+    found = [row(records, looks=[look(records, range(n), 0)]) for n in (3, 4)]
+    assert [(r.sets, r.level, r.verdict) for r in found] == [(n, stats.FIRST_LOOK, stats.FASTER) for n in (8, 4)]
+
+
 def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:
     """Four sets that scatter by 3 %, beside many comparisons that scatter by 0.5 %: not called alone, called beside."""
     records = planted({"bf16": [0.04, 0.08, 0.01, 0.07]}, [0.0] * 4)

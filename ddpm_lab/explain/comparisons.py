@@ -191,7 +191,10 @@ class Shown(NamedTuple):
 
 
 def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Shown]:
-    """The looks at these comparisons, at no others, in order; what no look is recorded of is shown now, all at once."""
+    """The looks at these comparisons, at no others, in order.
+
+    What no look has tested, for want of sets, is shown now, all at once.
+    """
     every = frozenset(set_id for c in compared for set_id, _ in c.logs)
     by_time: dict[float, set[str]] = {}
     for r in looks:
@@ -203,7 +206,7 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Sh
             before |= by_time[when]
             found.append(Shown(before, when))
     groups = [frozenset(set_id for set_id, _ in c.logs) for c in compared]
-    new = before.union(*(sets for sets in groups if not sets & before))
+    new = before.union(*(sets for sets in groups if len(sets & before) < stats.LEAST_SETS))
     return found if found and new == before else [*found, Shown(new, math.inf)]
 
 
