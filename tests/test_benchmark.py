@@ -21,6 +21,7 @@ from test_figures import check_texts
 from ddpm_lab import files
 from ddpm_lab.__main__ import _parser
 from ddpm_lab.cli import report
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -175,6 +176,13 @@ def test_a_network_that_was_measured_before_is_no_part_of_it() -> None:
     every = study([*last, *tiny, *beside])
     assert {r.config.network for r in benchmark.rows(every)} == {"tiny"}
     assert "GPU" not in answer(benchmark.of_last(every)).finding.headline
+
+
+def test_the_sides_that_were_measured_with_fewer_cores_stand_beside_each_other() -> None:
+    every = (strong({2: 1.3}, RunConfig(threads=n), seed=n) for n in (0, 1))
+    shown = benchmark.comparison(study([r for records in every for r in records]))
+    assert len(shown) == 2
+    assert not any("not measured" in (row["Single CPU rank"], row["Several CPU ranks"]) for row in shown)
 
 
 def test_sets_that_others_disturbed_give_no_speed() -> None:

@@ -60,7 +60,7 @@ def rows(study: Study) -> list[Comparison]:
     ]
     if (base := _last(study, found)) is not None:
         found = [r for r in found if r.baseline.differences(base).keys() <= _VARIED]
-    return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.ranks))
+    return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.family, r.ranks))
 
 
 def _last(study: Study, found: Sequence[Comparison]) -> RunConfig | None:
