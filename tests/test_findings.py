@@ -279,6 +279,17 @@ def test_of_several_networks_a_headline_names_its_own() -> None:
     assert headline == "bf16 is 80 % faster than fp32 (seed, batch 32, 1 rank)", "and not 0.58 of the other"
 
 
+def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so() -> None:
+    """Whichever was measured first."""
+    gpu, two = RunConfig(device="cuda"), {"bf16": (BF16, 0.8)}
+    cpu = make.on(make.GPUS, make.sets(two))
+    both = [*cpu, *make.on(make.GPUS, make.sets({"bf16": (replace(BF16, device="cuda"), 1.5)}, baseline=gpu, seed=1))]
+    for records, ratio, end in ((cpu, 0.8, " on the CPU"), (both, 1.5, " (tiny, batch 32, 1 rank (device cuda))")):
+        found = answer(make.study(records)).finding
+        assert found.ratio == pytest.approx(ratio, rel=0.02)
+        assert found.headline.endswith(f"than fp32{end}")
+
+
 @pytest.mark.parametrize(
     ("name", "preset", "grid"),
     [

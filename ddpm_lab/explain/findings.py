@@ -159,8 +159,11 @@ def compared(
     notes = (*own(first), listed("Worse in quality", harmed), *every)
     named = "batch" in _SUBJECTS.get(study.experiment, ("", ""))[0]
     bases = (r.baseline for r in ([r for r in candidates if r.primary] or candidates))
-    asked = {(b.work_name, named or b.global_batch_size, b.image_size, b.precision, b.world_size) for b in bases}
-    of = f" ({first.family})" if len(asked) > 1 else ""
+    asked = {
+        (b.work_name, b.device, named or b.global_batch_size, b.image_size, b.precision, b.world_size) for b in bases
+    }
+    of = " on the CPU" * (first.config.device == "cpu" and bool(study.records[-1].machine.gpus))
+    of += f" ({first.family})" * (len(asked) > 1)
     found = about(study, first, headline_of(first) + of, *notes)
     return replace(found, way_out=way_out_of(study, first))
 
@@ -290,12 +293,12 @@ def judging(study: Study, command: str, config: RunConfig, *, seeds: int = 0) ->
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
-    """Choose the comparison that the answer is about: the primary one, with all cores if there are several.
+    """Choose the comparison that the answer is about: the primary one, of several a GPU's, or with all cores.
 
     Where none is primary it is the fastest of those that are answered.
     """
     if primary := [r for r in rows if r.primary]:
-        return min(primary, key=lambda r: (not r.answered, r.config.threads != 0))
+        return min(primary, key=lambda r: (not r.answered, r.config.device != "cuda", r.config.threads != 0))
     return max(rows, key=lambda r: (r.answered, r.sets > 0, r.ratio.value))
 
 
