@@ -127,3 +127,4 @@ def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: 
     (told,) = ms.warnings(with_others(study, others))
     assert "1 of 2 cores" in told
     assert ("other processes" in told) == taken
+    assert ms.warnings(replace(study, records=(*study.records, *make.sets({}, seed=1)))) == (), "all cores answered too"

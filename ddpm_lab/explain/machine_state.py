@@ -1,7 +1,8 @@
 """What the machine did while it was measured: neighbours, clocks, temperature, power and memory."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak, repeats_itself
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import LOST
+from ddpm_lab.plan import LEAST_SETS, LOST
 from ddpm_lab.record import RunRecord, crowded_sets
 
 NOT_AVAILABLE = "not available"
@@ -73,18 +74,20 @@ def unknown(study: Study) -> str:
 
 
 def warnings(study: Study) -> tuple[str, ...]:
-    """Return sentences on disturbed sets, a machine that does not repeat itself, and unused cores."""
-    told = []
-    if disturbed := len(crowded_sets(study.records)):
+    """Return sentences on disturbed sets, a machine that does not repeat itself, and cores that no answer used."""
+    told, lost = [], crowded_sets(study.records)
+    if disturbed := len(lost):
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
         verbs = ("was", "does") if disturbed == 1 else ("were", "do")
         told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
     if not repeats_itself(study.looks):
         told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for r in study.records:
+    bases = [r for r in study.records if r.role == "baseline" and r.config.device == "cpu"]
+    sets = Counter(r.run_id for r in bases if r.windows and r.set_id not in lost)
+    for r in bases:
         used, most = r.config.threads * r.config.node_size, r.machine.usable_cores
-        if r.role == "baseline" and r.config.device == "cpu" and 0 < used < most:
+        if 0 < used < most and sets[replace(r.config, threads=0).run_id] < LEAST_SETS:
             taken[used, most] += [w.others_cores or 0.0 for w in r.windows]
     if taken:
         cores = " and ".join(f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken))
