@@ -223,7 +223,7 @@ def test_an_answer_is_about_one_network_and_names_it() -> None:
     searched = planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed")))
     assert " for seed: " in answer(study(searched)).finding.headline
     mixed = answer(study(searched, amp(0.8)))
-    assert (mixed.finding.headline, mixed.views) == ("Keep the defaults: nothing measured here is faster", [])
+    assert (mixed.finding.headline, mixed.views) == ("Keep the defaults: no change of the default step is faster", [])
     later = make.environment(date="2026-01-06T10:00:00+00:00")
     ddpm = [replace(r, environment=later) for r in amp(0.8, RunConfig(network="ddpm"))]
     files = replace(SEED, loader="files")
@@ -644,7 +644,7 @@ def test_where_questions_are_open_nothing_is_said_to_be_no_faster(tmp_path: Path
 
 def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
     few, whole = bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)
-    assert "nothing measured here is faster" in answered(tmp_path, few, whole)
+    assert "no change of the default step is faster" in answered(tmp_path, few, whole)
     assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
     no_primary = question.answer(study(bf16(0.85, primary=""))).finding
     assert no_primary.status == findings.ANSWERED
@@ -673,7 +673,7 @@ def test_another_size_is_another_training(tmp_path: Path) -> None:
     large = replace(PLAIN, image_size=64, data_sha256="b" * 64)
     usual = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]
     faster = two_ranks(1.5, large, family="tiny, batch 8, 64x64 pixels", seed=2)
-    assert "nothing measured here is faster" in answered(tmp_path, faster, *usual)
+    assert "no change of the default step is faster" in answered(tmp_path, faster, *usual)
     assert " at 64x64; quality" in answered(tmp_path / "large", *usual, faster), "the latest, and it says so"
 
 

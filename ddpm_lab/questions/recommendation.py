@@ -317,7 +317,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
-    why = "nothing is known to be faster yet" if unknown else "nothing measured here is faster"
+    why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
     why = "what is faster here costs quality" if formats else why
     if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
         asked = [other for c in rows if c.verdict == FASTER for other in _of_format(c, rows)]
