@@ -8,7 +8,7 @@ import records as make
 from cells import column
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, study
 
-from ddpm_lab.explain import findings, phrases
+from ddpm_lab.explain import findings, phrases, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
@@ -43,6 +43,12 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     assert len(answer(both).figure().axes) == len(families)
     alone = answer(study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
     assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
+
+
+def test_an_open_answer_names_the_command() -> None:
+    few = answer(study(*against(count=2))).finding
+    assert (few.status, few.way_out) == (stats.TOO_FEW, "ddpm-lab run peers --batch-size 32")
+    assert answer(WHOLE).finding.way_out == ""
 
 
 def test_others_that_cannot_run_here_are_named_with_the_reason() -> None:

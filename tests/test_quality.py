@@ -163,6 +163,8 @@ def studied(seeds: int = 8) -> Study:
 def test_what_leads_is_faster_and_judged() -> None:
     few = answer(studied(3)).finding
     assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
+    assert few.way_out == "ddpm-lab run quality --batch-size 32 --seeds 8"
+    assert answer(studied()).finding.way_out == ""
     assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
     harmed = make.trials({"bf16": (BF16, 0.05), "batch 64": (LARGE, 0.0)})
     assert answer(replace(studied(), trials=tuple(harmed))).finding.headline.startswith("Batch 64 trains 1.3")

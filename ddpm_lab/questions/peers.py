@@ -232,7 +232,8 @@ def _finding(study: Study) -> Finding:
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
     notes = common_notes(study, comparisons(study))
-    return about(study, nearest, findings.headline_of(mine), _evidence(study), *notes)
+    found = about(study, nearest, findings.headline_of(mine), _evidence(study), *notes)
+    return replace(found, way_out=findings.way_out_of(study, nearest))
 
 
 def other_trainers(study: Study) -> list[Comparison]:

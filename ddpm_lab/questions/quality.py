@@ -21,7 +21,7 @@ from ddpm_lab.explain.answer import Answer, View, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts import Figure, Panel, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, unsound, untrained
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, command_of, compared, judging, unsound, untrained
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
 from ddpm_lab.questions import trained
@@ -273,7 +273,9 @@ def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
     found = about(study, lead, short, *notes, evidence=_method(family))
     tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
     status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
-    return replace(found, verdict=lead.equivalence.verdict, status=status)
+    seeds = max(r.equivalence.seeds_needed or 0 for r in family)
+    way_out = judging(study, command_of(study, lead), lead.baseline, seeds=seeds) if seeds else ""
+    return replace(found, verdict=lead.equivalence.verdict, status=status, way_out=way_out)
 
 
 def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
