@@ -321,6 +321,14 @@ def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(
     assert wanted in {(f.baseline.run_id, config.run_id) for f in measured for _, config in f.candidates}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_compiled_block_by_block_is_measured_in_full(workers: int) -> None:
+    (family, *_) = ask("torch_compile", setup("full", cores=8), loader_workers=workers).families
+    sides = {label: (config, 1.0) for label, config in family.candidates if config.compile == "regional"}
+    study = make.study(make.sets(sides, baseline=family.baseline, experiment="torch_compile", count=2))
+    assert findings.command_of(study, rows(study)[0]).endswith(f" --preset full --loader-workers {workers}")
+
+
 SEVERAL = {"batch_sizes", "world_sizes", "precisions", "worker_counts"}
 
 

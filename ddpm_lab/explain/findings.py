@@ -449,7 +449,10 @@ def _options(row: Comparison) -> Iterator[str]:
         yield "--scaling weak"
     if name == "workers" and (base.loader_workers or its.loader_workers > 2):
         yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
-    if name in ("torch_compile", "multi_gpu") and base.loader == "files":
+    by_block = name == "torch_compile" and its.compile == "regional"  # in full alone
+    if by_block:
+        yield "--preset full"
+    if by_block or (name in ("torch_compile", "multi_gpu") and base.loader == "files"):
         yield f"--loader-workers {base.loader_workers}"
 
 
