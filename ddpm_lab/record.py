@@ -32,7 +32,7 @@ ROLES = (
     *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
     *("note", "space", "look"),
 )
-STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "awake", "left out")
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
 TRIED = ("steps", "losses", "held_out", "weights_sha256")  # what the quality of a trial that went well says
 MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
 """Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""

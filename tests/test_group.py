@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from conftest import BUSY, alive, busy_config, code_of
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import group as group_module
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
+from ddpm_lab.measure.others import tree_seconds
 from ddpm_lab.measure.process import DONE, Life, sweep
 from ddpm_lab.measure.witness import mismatches
 
@@ -99,6 +101,20 @@ def test_batches_that_a_loader_of_the_users_holds_ready_are_known() -> None:
     with group(RunConfig(workload="lab_workloads:looping", global_batch_size=4)) as g:
         g.window(settle=0, steps=3, limit=60, stage="testing")
         assert [rank["prefetch_batches"] for rank in g.witness()] == [2 * 3]
+
+
+@pytest.mark.slow
+def test_threads_of_own_code_rest_until_the_next_window() -> None:
+    with group(busy_config(hums=True)) as g:
+        for told in ("window", "witness"):
+            if told == "window":
+                g.window(settle=0, steps=3, limit=60, stage="testing")
+            else:
+                g.witness()
+            before = tree_seconds(g.pids)
+            time.sleep(0.5)
+            assert tree_seconds(g.pids) == before
+        assert g.finish()[0]["images"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import sets
 from ddpm_lab.measure.sets import CACHE_DAYS, Instrument, Member, Seat, measure_set
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import LASTING, RunRecord
+from ddpm_lab.record import RunRecord
 
 
 def measured(instrument: Instrument, plan: Plan, *candidates: tuple[str, RunConfig], **of: Any) -> list[RunRecord]:
@@ -149,15 +149,6 @@ def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
         assert [(r.status, r.plan.turns, len(r.windows)) for r in records] == [("ok", turns, turns)] * 2
         assert len({w.images for r in records for w in r.windows}) == 1
         assert all(r.stages["start"] > 0 for r in records)
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_who_does_not_sleep_while_others_are_measured_is_refused(instrument: Instrument, short_plan: Plan) -> None:
-    records = measured(instrument, short_plan, ("humming", busy_config(hums=True)))
-    assert [r.status for r in records] == ["ok", "ok", "awake"]
-    assert "awake" not in LASTING, "a variable of the environment may turn such a thread off"
-    assert "cores busy while it waits for its turn" in str(records[-1].reason)
 
 
 COMPILED = dataclasses.replace(busy_config(), compile="whole")

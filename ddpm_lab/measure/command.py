@@ -29,19 +29,10 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Awake, GroupFailed, Limits
-from ddpm_lab.measure.guard import tidies
+from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
-from ddpm_lab.measure.process import (
-    ENDED,
-    SPIN_COUNT,
-    SPIN_VARIABLE,
-    end_guarded,
-    guarded,
-    host_id,
-    private_folder,
-    temporary,
-)
+from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = re.compile(
@@ -55,8 +46,6 @@ KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 LAST_LINES, LAST_CHARACTERS = 3, 400
 SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
-HOLDS = re.compile(r"^\d+: (?!->).* WRITE +(\d+) ", re.MULTILINE)  # in /proc/locks: who holds one of a file
-UNLOCKING_TRIES = 20  # of 2 ms each: some locks are held for life
 
 
 class _Peer:
@@ -102,21 +91,6 @@ def sets_threads(command: str, folder: Path) -> bool:
     return any(map(LAUNCHERS.search, texts_of(command, folder)))
 
 
-def suspend(process: psutil.Process) -> None:
-    """Stop a process, and wait until it is: a shell with job control that sees its child stop first would go on."""
-    process.suspend()
-    ends = time.monotonic() + 0.1  # it may wait for a disk
-    while process.status() not in (psutil.STATUS_STOPPED, *ENDED) and time.monotonic() < ends:
-        time.sleep(0.0005)
-
-
-def each(action: Callable[[psutil.Process], None], processes: Sequence[psutil.Process]) -> None:
-    """Do this to every process that has not ended."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            action(process)
-
-
 class CommandGroup:
     """The processes of one command line; of several ranks it reports as if they were one, the slowest.
 
@@ -142,7 +116,7 @@ class CommandGroup:
         self._peers: list[_Peer] = []
         self._strangers: list[_Peer] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopped: list[psutil.Process] = []
+        self._paused = Paused()
         self._private = private_folder()
         self.folder = Path(self._private.name)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -230,32 +204,6 @@ class CommandGroup:
         self.files: list[str] = seen.pop("files")
         return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
 
-    def _stop(self) -> None:
-        """Stop every process: those known from last time at once, since what loads data has time until it is found.
-
-        What tidies up shared memory goes on, as does the guard; so does whoever has locked a file, until it has not:
-        the other side may wait for it.
-        """
-        assert self._process is not None
-        each(suspend, self._stopped)
-        with contextlib.suppress(psutil.Error):
-            found = psutil.Process(self._process.pid).children(recursive=True)
-            self._stopped = [process for process in found if not tidies(process)]
-        each(suspend, self._stopped)
-        for _ in range(UNLOCKING_TRIES):
-            locks = ""
-            with contextlib.suppress(OSError):
-                locks = Path("/proc/locks").read_text()
-            holders = set(map(int, HOLDS.findall(locks)))
-            if not (holding := [process for process in self._stopped if process.pid in holders]):
-                break
-            each(psutil.Process.resume, holding)
-            time.sleep(0.002)
-            each(suspend, holding)
-
-    def _resume(self) -> None:
-        each(psutil.Process.resume, self._stopped[::-1])
-
     def watched_elsewhere(self) -> list[dict[str, float | None]]:
         """Nothing runs on other hosts."""
         return []
@@ -270,7 +218,7 @@ class CommandGroup:
         return [{**told, **peaks, "images": None, "indices_sha256": ""}]
 
     def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
-        self._resume()
+        self._paused.resume()
         begun = shown = time.monotonic()
         awake = Awake()
         for peer in self._peers:
@@ -295,7 +243,8 @@ class CommandGroup:
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
-        self._stop()
+        assert self._process is not None
+        self._paused.stop(psutil.Process(self._process.pid).children())  # the guard itself goes on
         return [peer.answers.pop(0) for peer in self._peers]
 
     def _fail(self, where: str, *, steps: bool = False) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import psutil
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, is_library
+from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
 
@@ -100,6 +101,7 @@ class Group(AbstractContextManager["Group"]):
         self.progress = progress
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
+        self._paused = Paused()
         self._private = private_folder()
         self.folder = Path(self._private.name)
         try:
@@ -146,6 +148,7 @@ class Group(AbstractContextManager["Group"]):
         with it, are moved so that its ranks leave the barrier before the window when those of this host do.
         """
         reports = self.ask("window", limit, stage, settle=settle, steps=steps)
+        self._pause()
         hosts = {report["host"] for report in reports}
         begun = {host: min(r["start"] for r in reports if r["host"] == host) for host in hosts}
         for report in reports:
@@ -159,7 +162,14 @@ class Group(AbstractContextManager["Group"]):
 
     def witness(self) -> list[dict[str, Any]]:
         """What each rank says of itself."""
-        return self.ask("witness", self.limits.build_seconds, "reading the witness")
+        said = self.ask("witness", self.limits.build_seconds, "reading the witness")
+        self._pause()
+        return said
+
+    def _pause(self) -> None:
+        """Stop the ranks here that may do more than they are told, until they are told again."""
+        if self.config.workload != DDPM or self.config.loader_workers:
+            self._paused.stop([rank.leader for rank in self._ranks if isinstance(rank, LocalRank)])
 
     def loaded(self) -> Loaded:
         """What the first rank has loaded from outside of libraries, and the files of settings that ranks here read."""
@@ -197,6 +207,7 @@ class Group(AbstractContextManager["Group"]):
 
     def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
         """Give every rank a command, and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""
+        self._paused.resume()
         for rank in self._ranks:
             rank.tell(command, arguments)
         return self._reports(limit, stage)

@@ -429,8 +429,8 @@ class LocalRank:
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
                 self._parent = psutil.Process(_server._forkserver_pid)
-            self._leader = psutil.Process(self._process.pid)
-            self.pid = self._leader.pid
+            self.leader = psutil.Process(self._process.pid)
+            self.pid = self.leader.pid
             _ranks.add(self.pid)
             # What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``.
             self.ears: list[Any] = [self._pipe, self._process.sentinel]
@@ -479,11 +479,11 @@ class LocalRank:
             self._ending = Ending("crashed", how, self.log(), time.monotonic())
 
     def _lives(self) -> bool:
-        return self._process.is_alive() or _status(self._leader) not in ENDED
+        return self._process.is_alive() or _status(self.leader) not in ENDED
 
     def life(self) -> Life:
         now = time.monotonic()
-        stopped = _status(self._leader) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        stopped = _status(self.leader) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         self._stopped_since = (self._stopped_since or now) if stopped else None
         return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
 
@@ -504,7 +504,7 @@ class LocalRank:
     def stack(self) -> str:
         """The log with the stacks of the rank's threads as they are now, which it can write unless it is frozen."""
         with contextlib.suppress(psutil.Error):
-            self._leader.send_signal(signal.SIGUSR1)
+            self.leader.send_signal(signal.SIGUSR1)
         time.sleep(0.3)  # faulthandler writes them to the log
         return self.log()
 
@@ -513,14 +513,14 @@ class LocalRank:
         if self._lives():
             end_below(self.pid)
             with contextlib.suppress(psutil.Error):
-                self._leader.kill()
-            kill_group(self._leader)
+                self.leader.kill()
+            kill_group(self.leader)
 
     def close(self) -> None:
         """See the killed rank off, and whatever it had started."""
         self._process.join(10)
         # The leader is gone; what it started may still stand in its process group, or below the fork server.
-        kill_group(self._leader)
+        kill_group(self.leader)
         _ranks.discard(self.pid)
         if self._parent.pid == _server._forkserver_pid:
             end_below(self._parent.pid, spared=_ranks)

@@ -22,10 +22,10 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment, machine
-from ddpm_lab.measure.others import QUIET_SECONDS, State, Watch, folded, side_by_side, tree_seconds
+from ddpm_lab.measure.others import State, Watch, folded, side_by_side
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import CROWDED_CORES, RankRecord, RunRecord, Window, crowded
+from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 
 CHUNK = 5
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
@@ -34,7 +34,6 @@ SETTLE_SECONDS = 0.1  # untimed steps after a sleep go on for no longer than thi
 CACHE_DAYS = 30.0  # compile caches of another code version are kept for so long after their last use
 CARD_SHARE = 0.7  # groups share a GPU only while they use less than this share of its memory
 WINDOW_OVERHEAD_SECONDS = 0.03  # what waking a group and reading the machine's state take beside a window
-ASLEEP_SECONDS = 0.3  # of each look at groups that should be asleep
 TURNS_ALONE = 6  # turns of a set whose groups are started for every turn, where nothing else is planned
 
 
@@ -362,9 +361,6 @@ class _Set:
             self.guard(self.seats[i], open_beside_others)
             if self.baseline_lost():
                 return
-        self._see_them_asleep()
-        if self.baseline_lost():
-            return
         steps = self._steps()
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
@@ -379,22 +375,6 @@ class _Set:
         for seat in self.seats:
             if not self.baseline_lost():
                 self.guard(seat, Seat.finish)
-
-    def _see_them_asleep(self) -> None:
-        """Refuse groups that go on computing before their turn: they would slow down the windows of others alone."""
-        awake = [s for s in self.seats if not s.failure]
-        filling = max((s.prefetch_batches * s.warm_step_seconds for s in awake), default=0.0)  # of loader workers
-        ends = time.monotonic() + QUIET_SECONDS + 2 * filling
-        while awake and time.monotonic() < ends:
-            before = [tree_seconds(s.alive.roots) for s in awake]
-            time.sleep(ASLEEP_SECONDS)
-            cores = [(tree_seconds(s.alive.roots) - b) / ASLEEP_SECONDS for s, b in zip(awake, before, strict=True)]
-            found = [(s, taken) for s, taken in zip(awake, cores, strict=True) if taken > CROWDED_CORES]
-            awake = [s for s, _ in found]
-        for seat, taken in found if awake else ():
-            how = f"keeps {taken:.1f} cores busy while it waits for its turn, as with a thread that never sleeps"
-            seat.failure = GroupFailed("awake", f"{how}: what is beside it would look slower than it is")
-            seat.close()
 
     def one_at_a_time(self) -> None:
         """The fallback where groups do not fit on the card together: each turn starts each group again."""
