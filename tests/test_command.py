@@ -225,7 +225,8 @@ def test_as_is_neither_threads_nor_memory_are_set_and_batches_that_workers_hold_
 @pytest.mark.slow
 def test_what_loads_ahead_in_a_thread_or_process_of_its_own_is_stopped_with_the_script(start: Start) -> None:
     before = """
-import multiprocessing, queue, threading
+import multiprocessing, queue, subprocess, threading
+ended = subprocess.Popen(["true"])
 ahead = queue.Queue(20), multiprocessing.Queue(20)
 def load(into):
     while True:

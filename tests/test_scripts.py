@@ -57,15 +57,23 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     assert [file.name for file in named] == ["run", "a.yaml", "data", "b.json"]
     assert [file.name for file in named if scripts.is_script(file)] == ["run"]
     assert scripts.is_script(Path("no.py"))
-    for path in ("src:$PYTHONPATH", "'a b:$PYTHONPATH'"):
+    for path in ("src:$PYTHONPATH", '"a b:$PYTHONPATH"'):
         scripts.configuration(f"PYTHONPATH={path} python train.py", "A", device="cpu")
+    with pytest.raises(ConfigError, match="A has PYTHONPATH='src"):  # which no shell replaces
+        scripts.configuration("PYTHONPATH='src:$PYTHONPATH' python train.py", "A", device="cpu")
     with pytest.raises(ConfigError, match=r"A has PYTHONPATH=src, .* PYTHONPATH=src:\$PYTHONPATH"):
         scripts.configuration("cd x; PYTHONPATH=src python train.py", "A", device="cpu")
     assert not sets_threads("sh run", tmp_path)
     (tmp_path / "run").write_text("torchrun train.py\n")
     assert sets_threads("sh run", tmp_path)
-    for threads, command in enumerate(("python accelerate/train.py  # srun a", "accelerate  launch train.py")):
-        assert sets_threads(command, tmp_path) is bool(threads)
+    for command in (
+        "python accelerate/train.py  # srun a",
+        "python deepspeed.py",
+        "python train.py --config srun.yaml",
+    ):
+        assert not sets_threads(command, tmp_path)
+    ways = "accelerate  launch|bash -c 'torchrun|$(which torchrun)|python -m accelerate.commands.launch|/bin/torchrun"
+    assert all(sets_threads(f"{way} train.py", tmp_path) for way in ways.split("|"))
 
 
 def test_labels_of_long_commands_begin_where_they_differ() -> None:

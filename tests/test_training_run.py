@@ -258,7 +258,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, ranks: Callabl
     assert (tmp_path / "config.toml").read_text() == "# mine\n"
 
 
-def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+def test_a_run_that_learns_something_else_is_refused(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks()
     run(tmp_path, 5, **NEVER)
     before = (tmp_path / "config.toml").read_text()
@@ -275,7 +277,10 @@ def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Call
             run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
     assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], before)
     slower = OptimizerConfig(learning_rate=1e-4)
+    told = list[str]()
+    monkeypatch.setattr(Progress, "done", lambda _, text: told.append(text))
     run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, optimizer=slower))
+    assert "the learning rate is 0.0001 from here on, and was 0.0002" in told
 
 
 # --- from a file and the command line to a run ----------------------------------------------------------------------

@@ -36,8 +36,8 @@ from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, gua
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = re.compile(
-    r"^(?:[^#\n]*[\s;&|(/])?(?:torchrun|accelerate\s+launch|deepspeed|mpirun|srun)\s"
-    r"|^[^#\n]*torch\.distributed\.(?:run|launch)",
+    r"^(?:[^#\n]|(?<!\s)#)*?(?<![\w.-])(?:torchrun|accelerate[-\s]+launch|deepspeed|mpirun|srun)(?![\w./-])"
+    r"|^[^#\n]*(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher)",
     re.MULTILINE,
 )
 """What starts several ranks, and says by itself how many threads each has."""

@@ -85,7 +85,7 @@ class Paused:
         found = list[psutil.Process]()
         _each(lambda head: found.extend((head, *head.children(recursive=True))), heads)
         self._stopped = []
-        _each(lambda process: None if tidies(process) else self._stopped.append(process), found)
+        _each(lambda process: process.resume() if tidies(process) else self._stopped.append(process), found)
         _each(_suspend, self._stopped)
         for _ in range(UNLOCKING_TRIES):
             locks = ""

@@ -431,7 +431,8 @@ class _Set:
         alive = [s for s in self.seats if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
         # The workers of a script are stopped between its turns, and fill no queue: twice of it evens out what is in it.
-        prefetched = [math.ceil(s.prefetch_batches / 5) if s.config.command else s.prefetch_batches for s in alive]
+        queues = [(s.prefetch_batches, 5 if s.config.command else 1) for s in alive]
+        prefetched = [max(min(queue, 2), math.ceil(queue / share)) for queue, share in queues]
         counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, prefetched)
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 

@@ -41,7 +41,7 @@ MOST_FILES = 20_000  # entries of the working folder that are looked at for file
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
 _REPLACES_PATH = re.compile(
-    r"^[^#\n]*?\b(PYTHONPATH=(?!\S*\$\{?PYTHONPATH|['\"][^'\"]*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE
+    r"^[^#\n]*?\b(PYTHONPATH=(?!(?!')\S*\$\{?PYTHONPATH|\"[^\"]*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE
 )
 _ANEW = re.compile(r"(\$\(|`)\s*(mktemp|date)\b")
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")

@@ -38,8 +38,9 @@ GRID_IMAGES, GRID_STEPS = 36, 50
 NOT_LEARNED = ("optimizer.adam", "optimizer.ema", "optimizer.learning_rate")
 """Settings of the optimizer of which a resumed run may have others."""
 USUAL = {"cpu": {"network": "seed", "global_batch_size": 16}, "cuda": {"network": "seed", "global_batch_size": 128}}
-OBJECTS = {"seed": 300_000}
-"""Images of 32 pixels, here CIFAR-10 in batches of 16, after which samples show objects (docs/training.md)."""
+OBJECTS, OBJECTS_BATCH = {"seed": 100_000}, 16
+"""Images of 32 pixels, here CIFAR-10, after which samples show objects, and the largest batch for which that is known:
+fewer, larger steps may take more images (docs/training.md)."""
 TEXTURES = "tiny is for measuring: its samples show textures, never objects; --network seed draws those"
 TABLE = "train"
 
@@ -245,6 +246,9 @@ def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path,
             f"{run.path} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
             f"--config {run.path / SETTINGS}, and the images as they were; or another --output-dir"
         )
+    rate, before = config.optimizer.learning_rate, start.config.optimizer.learning_rate
+    if rate != before:
+        progress.done(f"the learning rate is {rate:g} from here on, and was {before:g}")
     for unreadable in paths[: len(refused)]:  # it must take the place of no good one
         unreadable.replace(unreadable.with_name(f"{unreadable.name}.unreadable"))
     return path, start.step
@@ -380,7 +384,8 @@ class _Run:
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
         shown = math.ceil(OBJECTS.get(self.config.network, 0) / self.config.global_batch_size)
-        if known and not self.told and self.step < shown and self.config.image_size == 32:
+        seen = self.config.image_size == 32 and self.config.global_batch_size <= OBJECTS_BATCH
+        if known and not self.told and self.step < shown and seen:
             minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
             more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
             self.progress.stay(f"samples show objects from about step {shown:,} on, in {minutes:,.0f} min{more}")
