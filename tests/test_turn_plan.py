@@ -3,6 +3,8 @@
 import math
 from collections import Counter
 from itertools import pairwise, permutations
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from recorded_noise import MACHINES, recorded
 from scipy import special
 
-from ddpm_lab.measure import shortfall
+from ddpm_lab.measure import sets, shortfall
 from ddpm_lab.measure.sets import balanced_orders, steps_of_windows
 from ddpm_lab.measure.shortfall import best_turns, sets_that_resolve
 from ddpm_lab.plan import Plan
@@ -85,3 +87,17 @@ def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine
         pieces = [values[i : i + turns].mean() for values in long for i in range(0, 12, turns)]
         said = np.sqrt(2 * (between**2 + within**2 / turns))
         assert np.sqrt(np.mean(np.square(pieces))) == pytest.approx(said, rel=0.15), turns
+
+
+@pytest.mark.parametrize(("command", "steps"), [("", [1, 20, 40, 160]), ("python train.py", [1, 20, 20, 40])])
+def test_windows_outlast_what_loader_workers_hold_ready(command: str, steps: list[int]) -> None:
+    """Less of it where they are stopped between turns, and never a step alone: workers deliver in bursts."""
+
+    def steps_of(prefetch_batches: int) -> int:
+        config = SimpleNamespace(command=command, global_batch_size=8)
+        how: dict[str, Any] = {"failure": None, "warm_step_seconds": 0.5, "config": config, "member": "it"}
+        seat: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
+        of: Any = SimpleNamespace(seats=[seat], plan=Plan())
+        return sets._Set._steps(of)["it"]  # type: ignore[index]
+
+    assert list(map(steps_of, (0, 2, 4, 16))) == steps
