@@ -366,7 +366,8 @@ def way_out_of(study: Study, row: Comparison) -> str:
     typed = command_of(study, row)
     if row.experiment == "compare" and not row.sets_needed > row.sets and row.verdict != stats.TOO_FEW:
         return f"{typed} --resolution {phrases.share(row.resolution / 2).replace(' ', '')}"  # where it has ended
-    if row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets or row.experiment == "bottleneck":
+    more = row.experiment == "bottleneck" or "--preset full" in typed  # which measures more than this
+    if more or row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
         return typed
     if row.minutes_needed > 120:
         return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
