@@ -186,7 +186,10 @@ def test_the_lab_answers_beside_a_training_of_ones_own(tmp_path: Path, monkeypat
     mine += make.sets({"compiled": (replace(own, compile="whole"), 1.9)}, experiment="torch_compile", **values)
     look = make.look(mine[0], [r.set_id for r in mine[:18]], "2026-01-05T10:00:00+00:00")
     ledger = tmp_path / "own.jsonl"
-    Ledger(ledger).append([*own_records(), *mine, look])
+    note = make.record(
+        RunConfig(), role="note", set_id="", experiment="torch_compile", environment=values["environment"]
+    )
+    Ledger(ledger).append([*own_records(), note, *mine, look])
     published.publish([ledger], None, tmp_path)
     kept = Ledger(tmp_path / PUBLISHED / f"{SLUG}.jsonl").read()[0]
     assert {(r.experiment, r.config.is_own) for r in kept} == {("amp", False)}

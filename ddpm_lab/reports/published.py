@@ -142,7 +142,7 @@ def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
     """Heads of the records that some figure shows, in their order: a question's of the lab where it has any."""
     key = selection.machine_key(heads, machine) if heads else ""
     labs = of_training([h for h in heads if h.machine.key == key], None)
-    asked = {h.experiment for h in labs}
+    asked = {h.experiment for h in labs if h.role not in ("note", LOOK)}
     mine = [*labs, *(h for h in heads if h.machine.key == key and h.experiment not in asked)]
     wanted = {h for h in selection.chosen(mine, RECOMMENDATION) if h.experiment in SHOWN}
     return [h for h in heads if h in wanted]
