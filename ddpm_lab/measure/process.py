@@ -157,6 +157,8 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     # by os._exit, would leave it behind.
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    # The kernel wakes a stopped rank by it when the server above has ended, which need not be the rank's end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     del sys.argv[1:]  # the lab's: a training that reads a command line would take them as its own
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     try:
