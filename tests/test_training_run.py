@@ -191,7 +191,7 @@ def test_when_samples_show_objects_is_said_once(
         ranks()
         told.clear()
         run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
-        said = [text for text in told if "objects from about step 606 on, in 2 min" in text]
+        said = [text for text in told if "4,843 images: here after step 606, in 2 min" in text]
         assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
 
 

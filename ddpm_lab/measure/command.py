@@ -244,7 +244,8 @@ class CommandGroup:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
         assert self._process is not None
-        self._paused.stop(psutil.Process(self._process.pid).children())  # the guard itself goes on
+        with contextlib.suppress(psutil.Error):  # the guard was killed
+            self._paused.stop(psutil.Process(self._process.pid).children())  # it goes on itself
         return [peer.answers.pop(0) for peer in self._peers]
 
     def _fail(self, where: str, *, steps: bool = False) -> None:

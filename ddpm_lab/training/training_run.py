@@ -37,11 +37,11 @@ HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 NOT_LEARNED = ("optimizer.adam", "optimizer.ema", "optimizer.learning_rate")
 """Settings of the optimizer of which a resumed run may have others."""
-USUAL = {"cpu": {"network": "seed", "global_batch_size": 16}, "cuda": {"network": "seed", "global_batch_size": 128}}
+NETWORK, BATCH = "seed", {"cpu": 16, "cuda": 128}
 OBJECTS, OBJECTS_BATCH = {"seed": 100_000}, 16
-"""Images of 32 pixels, here CIFAR-10, after which samples show objects, and the largest batch for which that is known:
-fewer, larger steps may take more images (docs/training.md)."""
-TEXTURES = "tiny is for measuring: its samples show textures, never objects; --network seed draws those"
+"""Images of CIFAR-10 after which samples of one run showed objects, in batches of 16 (docs/training.md); fewer, larger
+steps may take more."""
+TEXTURES = "tiny is for measuring: after 620,000 images of CIFAR-10 samples were still textures; seed shows objects"
 TABLE = "train"
 
 
@@ -91,8 +91,8 @@ def plan_training(
     """The configuration and schedule of a run, and the names of the settings that the user gave.
 
     ``flags`` and ``schedule`` are from the command line and go before those of ``file``; a name with a dot lies in a
-    table. Defaults are those of ``usual_settings`` and ``USUAL`` for the device. Images are prepared in ``cache``;
-    ``folder``, the run's, may not lie among them.
+    table. Defaults are those of ``usual_settings``, ``NETWORK`` and ``BATCH`` for the device. Images are prepared in
+    ``cache``; ``folder``, the run's, may not lie among them.
 
     Raises:
         ConfigError: something cannot be run on this machine.
@@ -106,7 +106,7 @@ def plan_training(
         values["device"] = usual_device(None)
     device, said = values["device"], frozenset(values)
     choice(f"{place}: device", device, DEVICES)
-    defaults = {**USUAL[device], **usual_settings(device)}
+    defaults = {"network": NETWORK, "global_batch_size": BATCH[device], **usual_settings(device)}
     if any(values.get(name, value) != value for name, value in FUSED_NEEDS.items()):
         del defaults["kernels"]  # fused kernels may not work with what was asked for
     values = {**defaults, **values}
@@ -272,7 +272,7 @@ class _Run:
     step_seconds: float = math.inf
     loss: float | None = None
     held_out: float | None = None
-    told: bool = False  # when samples show objects
+    told: bool = False  # when samples may show objects
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
@@ -388,7 +388,8 @@ class _Run:
         if known and not self.told and self.step < shown and seen:
             minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
             more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
-            self.progress.stay(f"samples show objects from about step {shown:,} on, in {minutes:,.0f} min{more}")
+            of = f"samples of CIFAR-10 showed objects after some {OBJECTS[self.config.network]:,} images"
+            self.progress.stay(f"{of}: here after step {shown:,}, in {minutes:,.0f} min{more}")
         self.told |= known
 
     def _failed(self, sentence: str) -> RunFailed:
