@@ -193,6 +193,9 @@ def test_when_samples_show_objects_is_said_once(
         run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
         said = [text for text in told if "4,843 images: here after step 606, in 2 min" in text]
         assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
+    told.clear()
+    run(tmp_path / "large", 9, config=dataclasses.replace(CONFIG, image_size=32, global_batch_size=24), **NEVER)
+    assert not any("showed objects" in text for text in told), "of such batches it is not known"
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
