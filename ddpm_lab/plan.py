@@ -29,9 +29,10 @@ Cell = tuple[int, ...]  # one value of each setting, by its place; the baseline 
 class Plan:
     """How one set is measured.
 
-    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
-    steps and ten times the prefetch queue (twice, of a script). A set has ``turns`` turns; 0 computes them before the
-    first set of a comparison from what its start and its turns cost, and every further set has as many.
+    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least twice
+    what they prefetch, and ten times on other hosts, where they are not stopped between turns. A set has ``turns``
+    turns; 0 computes them before the first set of a comparison from what its start and its turns cost, and every
+    further set has as many.
     """
 
     turns: Annotated[int, Opt(least=0)] = 0

@@ -297,18 +297,16 @@ def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
 
 
 def steps_of_windows(
-    plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], prefetch_batches: Sequence[int]
+    plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], least_steps: Sequence[int]
 ) -> list[int]:
     """Steps of a timed window for each configuration of a set, so that all process the same number of images.
 
-    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps; where loader
-    workers prefetch, at least 20 steps and ten times the prefetch queue. The slowest window is held to about ten times
-    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window. Where
-    batch sizes have no common multiple so small, the numbers of images differ by up to half a batch.
+    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps, and the most
+    of ``least_steps``. The slowest window is held to about ten times ``plan.window_seconds`` unless the fewest steps
+    already take longer: a ratio that large needs no long window. Where batch sizes have no common multiple so small,
+    the numbers of images differ by up to half a batch.
     """
-    least = plan.window_steps
-    if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
-        least = max(least, 20, 10 * max(prefetch_batches))
+    least = max(plan.window_steps, *least_steps)
     unit = math.lcm(*batch_sizes)
     pairs = list(zip(batch_sizes, step_seconds, strict=True))
     needed = max(b * max(least, math.ceil(plan.window_seconds / s)) for b, s in pairs)
@@ -430,10 +428,10 @@ class _Set:
     def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
-        # The workers of a script are stopped between its turns, and fill no queue: twice of it evens out what is in it.
-        queues = [(s.prefetch_batches, 5 if s.config.command else 1) for s in alive]
-        prefetched = [max(min(queue, 2), math.ceil(queue / share)) for queue, share in queues]
-        counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, prefetched)
+        # Loader workers here are stopped between turns, and fill no queue: twice of it evens out what is in it. One
+        # batch ahead is made for each one that is taken.
+        queues = [s.prefetch_batches * (2 if s.config.nodes == 1 else 10) for s in alive if s.prefetch_batches > 1]
+        counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *queues])
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 
     def record(self, seat: Seat, **found: Any) -> RunRecord:
