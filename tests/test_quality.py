@@ -17,10 +17,10 @@ from ddpm_lab.explain import charts
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
+from ddpm_lab.plan import NOT_TRAINED, Experiment, Family, Trial
 from ddpm_lab.questions import trained as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
-from ddpm_lab.questions.quality import samples_figure
+from ddpm_lab.questions.quality import samples_figure, with_trials
 from ddpm_lab.training.setting import Setup
 
 HERE = setup()
@@ -107,6 +107,15 @@ def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name:
         assert check.baseline == families[check.family]
         assert replace(check.config, **same).run_id in trained, "what is trained, to the last setting"  # type: ignore[arg-type]
     assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
+
+
+def test_settings_that_learn_the_same_are_trained_and_checked_once() -> None:
+    base, bf16 = HERE.config(), HERE.config(precision="bf16")
+    kept = (("kept", replace(base, freed_memory="kept")), ("bf16", bf16), ("both", replace(bf16, freed_memory="kept")))
+    of = Experiment(name="amp", families=(Family(name="f", baseline=base, baseline_label="fp32", candidates=kept),))
+    found = with_trials(of, HERE, seeds=2, images=400)
+    assert [(t.label, t.config.seed) for t in judged(found)] == [(name, i) for i in (0, 1) for name in ("fp32", "bf16")]
+    assert [c.label for c in found.checks] == ["bf16"]
 
 
 def test_batches_of_every_size_are_trained_on_equal_images() -> None:

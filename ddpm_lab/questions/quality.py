@@ -171,9 +171,10 @@ def _rows(family: Family) -> list[tuple[str, RunConfig]]:
 
 
 def _learners(family: Family) -> list[tuple[str, RunConfig]]:
-    """Those that may learn something else than the baseline."""
-    base = _learned(family.baseline)
-    return [row for row in _rows(family) if _learned(row[1]) != base]
+    """Those that may learn something else than the baseline; one alone of those that learn the same."""
+    found = {_learned(row[1]): row for row in reversed(_rows(family))}
+    found.pop(_learned(family.baseline), None)
+    return [*found.values()][::-1]
 
 
 def _learned(config: RunConfig) -> RunConfig:
@@ -197,7 +198,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> lis
         for i in range(seeds)
         for label, config in both
     ]
-    loaders = tuple(row for row in rows if row not in learners and not base.is_own)
+    learned = _learned(family.baseline)
+    loaders = tuple(row for row in rows if _learned(row[1]) == learned and not base.is_own)
     return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
 
 
