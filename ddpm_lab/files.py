@@ -70,11 +70,15 @@ def lock(file: IO[Any] | int, *, wait: bool = True) -> bool:
 
 @contextmanager
 def writing(place: Path, refusal: type[LabError] = ConfigError, option: str = "--output-dir") -> Iterator[None]:
-    """Raise ``refusal`` where what is done inside cannot write to ``place``; the ``option`` names another one."""
+    """Raise ``refusal`` where what is done inside cannot write to ``place``; the ``option`` names another one.
+
+    Work that fails on its way, which ConfigError does not tell, goes on in the same place.
+    """
     try:
         yield
     except OSError as error:
-        raise refusal(f"cannot write to {place}: {error.strerror}; choose another {option}") from error
+        advice = f"choose another {option}" if refusal is ConfigError else "mend that, and the same command goes on"
+        raise refusal(f"cannot write to {place}: {error.strerror}; {advice}") from error
 
 
 def check_room(*folders: Path, ledger: Path | None = None) -> None:
@@ -116,10 +120,9 @@ def replace(path: Path, content: str | bytes | memoryview, *, durable: bool = Fa
         raise
     if durable:
         folder = os.open(path.parent, os.O_RDONLY)
-        try:
+        with suppress(OSError):  # not every file system can
             os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.close(folder)
 
 
 def read_settings(path: Path, place: str) -> dict[str, Any]:

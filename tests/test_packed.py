@@ -244,5 +244,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path, sourc
     process.communicate()
     with pytest.raises(DataError, match="not a prepared folder"):
         open_packed(dest)
+    with pytest.raises(DataError, match="not prepared to its end"):
+        resolve(dest, tmp_path / "cache", image_size=8)
     assert prepare(source, dest, image_size=8).count == 40
     assert not list(dest.glob("*.partial"))

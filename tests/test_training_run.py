@@ -128,9 +128,10 @@ def test_threads_follow_the_free_cores(
     monkeypatch.setattr(others, "usable_cores", lambda: 8)
     free = iter([None, 5, 8, None, 9, 1, 8])
     monkeypatch.setattr(CoreWatch, "free", lambda *_, **__: next(free, None))
-    for threads, counts in ((0, [2, 4, 2, 4]), (1, [])):
+    for threads, compiling, counts in ((0, "off", [2, 4, 2, 4]), (1, "off", []), (0, "whole", [])):
         group = ranks()
-        run(tmp_path / str(threads), 60, config=dataclasses.replace(CONFIG, threads=threads), **NEVER)
+        config = dataclasses.replace(CONFIG, threads=threads, compile=compiling)
+        run(tmp_path / f"{threads}-{compiling}", 60, config=config, **NEVER)
         assert [count for method, count in group.calls if method == "set_threads"] == counts
 
 
@@ -147,6 +148,21 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
     assert steps_in(tmp_path) == [20, 29]
     assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [12, 24, 29]
     assert (outcome.held_out_loss, outcome.checkpoint) == (0.5, tmp_path / "checkpoints" / "step-00000029.pt")
+
+
+def test_slow_steps_are_saved_by_the_clock(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of four minutes, in chunks of five after the first."""
+    now = [0.0]
+
+    def passes(what: str, _: int) -> None:
+        now[0] += 240 * (what == "loss")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    group = ranks(passes)
+    run(tmp_path, 8, save_every=1000, **NEVER)
+    assert [value for name, value in group.calls if name == "save"] == [6, 8]
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

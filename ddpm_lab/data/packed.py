@@ -279,6 +279,8 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
             )
         if is_prepared(path):
             raise DataError(f"{path} is already prepared; use it as it is, or prepare its source again")
+        if (path / LOCK).exists():  # an archive's test images may lie there too
+            raise DataError(f"{path} was not prepared to its end; prepare its source again, or wait until that ends")
     held_out_path = expanded(held_out).absolute() if held_out is not None else None
     return Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from ddpm_lab.training.tracking import TrackedTraining
 
 CHUNK_SECONDS = 1.0
 SILENCE_SECONDS = 600.0
+SAVE_SECONDS = 600.0  # after which there is a checkpoint, however few steps that was
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
@@ -50,7 +52,7 @@ class Schedule:
     """How long a run trains, and what is done every so many steps and after the last; 0 is never."""
 
     steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)]
-    save_every: Annotated[int, Opt("steps between checkpoints", least=1)] = 1_000
+    save_every: Annotated[int, Opt("steps between checkpoints, at most ten minutes", least=1)] = 1_000
     sample_every: Annotated[int, Opt("steps between sample grids; 0: none", least=0)] = 1_000
     evaluate_every: Annotated[int, Opt("steps between held-out losses; 0: none", least=0)] = 1_000
     keep: Annotated[int, Opt("checkpoints that stay", least=1)] = 3
@@ -273,13 +275,17 @@ class _Run:
     loss: float | None = None
     held_out: float | None = None
     told: bool = False  # when samples may show objects
+    saved_at: float = 0.0  # on the clock of this process
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
-        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
-        if self.config.device == "cpu" and not self.config.threads and current() is None:
+        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known. What was
+        # compiled would be compiled anew.
+        chosen = not self.config.threads and self.config.compile == "off"
+        if self.config.device == "cpu" and chosen and current() is None:
             self.watch = CoreWatch(self.config, self.threads)
         self.progress("starting")
+        self.saved_at = time.monotonic()
         try:
             how: dict[str, Any] = {"progress": self.progress, "starting": without_sigterm}
             with Group(self.config, threads=self.threads, **how) as group:
@@ -348,7 +354,7 @@ class _Run:
             self.held_out = found["loss"]
             rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
         self._log(rows)
-        if due(self.schedule.save_every, self.step):
+        if due(self.schedule.save_every, self.step) or time.monotonic() - self.saved_at > SAVE_SECONDS:
             self._save(group)
         if due(self.schedule.sample_every, self.step):
             self.progress.always(f"step {self.step:,}: samples")
@@ -368,7 +374,7 @@ class _Run:
     def _save(self, group: Group) -> None:
         self.run.sync_log()
         self._call(group, "save", path=str(self.run.checkpoint(self.step)))
-        self.saved = self.step
+        self.saved, self.saved_at = self.step, time.monotonic()
         self.run.keep(self.schedule.keep)
 
     def _call(self, group: Group, method: str, **arguments: Any) -> None:
