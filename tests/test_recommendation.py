@@ -172,6 +172,19 @@ def test_a_step_that_gains_nothing_by_itself_does_not_end_the_way(monkeypatch: p
     assert counts(records, trials(BOTH, 0.0)) == (2, 2)
 
 
+def test_the_first_step_is_as_fast_as_its_row_says() -> None:
+    """Whose interval rests on the scatter of the machine's other comparisons too."""
+    records = planted.searched(gains={"bf16": 1.04}, winner=(1, 0, 0, 0), sets=4, noise=0.02, seed=5)
+    told = next(r for r in records if r.experiment == RECOMMENDATION)
+    scatter = [0.0, 0.02, -0.02, 0.01]
+    others = [
+        replace(make.look(replace(told, baseline_id=name), [], told.date), look={"log_ratios": {"a": scatter}})
+        for name in ("a", "b", "c", "d", "e")
+    ]
+    alone, among = (of(records, trials(BF16, 0.0), looks=looks) for looks in ((), tuple(others)))
+    assert [(f.count, f.steps[1].row.verdict) for f in (alone, among)] == [(0, "inconclusive"), (1, "faster")]
+
+
 def test_nothing_false_is_recommended() -> None:
     """Of 20 machines on which no setting changes the speed, and none costs quality, at most one is called faster."""
     good = [trials(changes, 0.0) for changes in ({**TWO, "kernels": "fused"}, TWO, {"kernels": "fused"})]

@@ -479,7 +479,7 @@ def _steps(
             same = trials.verdict(last.row.config, row.config, row.code_version).verdict == quality.IDENTICAL
             unknown = quality.Equivalence(verdict=quality.NOT_MEASURED)
             row = replace(row, equivalence=last.row.equivalence if same else unknown)  # noqa: PLW2901
-        gain = replace(row, ratio=decision.estimate, verdict=decision.word)
+        gain = replace(row, ratio=decision.estimate, verdict=decision.word) if len(known) > 1 else row
         found.append(Step(label=space.changed(cell, last.cell), cell=cell, row=row, gain=gain))
     return tuple(found)
 
