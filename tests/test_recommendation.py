@@ -158,11 +158,26 @@ def test_a_number_format_is_judged_by_the_same_work() -> None:
     assert faster(*here[1.3], *slow)[0]
     assert faster(*here[0.8], *slow) == (
         False,
-        "Keep the defaults: the only gains are in bf16, which is itself not faster",
+        "Keep the defaults: the only gains build on bf16, and that is itself not faster",
     )
     assert not faster(*slow)[0]
     few = make.sets({"bf16": (narrow, 1.3)}, baseline=planted.BASE, count=2)
     assert "not known to be faster" in faster(*few)[1]
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.3])
+def test_what_ranks_exchange_counts_where_they_are_faster(ratio: float) -> None:
+    """At the same batch; others say nothing then."""
+    two, large = replace(planted.BASE, world_size=2), replace(planted.BASE, global_batch_size=16)
+    hook = {"bf16 hook": (replace(two, exchange=ExchangeConfig(hook="bf16")), 1.1)}
+    records = [
+        *two_ranks(ratio, planted.BASE),
+        *two_ranks(1 / ratio, large, family="tiny, batch 16"),
+        *make.sets(hook, baseline=two, experiment="exchange"),
+    ]
+    rows = question.measured(make.study(records, RECOMMENDATION))
+    found = question.faster(rows, [quality.NOT_MEASURED])
+    assert ("bf16 hook" in [c.label for c in found]) == (ratio > 1)
 
 
 def test_a_step_that_gains_nothing_by_itself_does_not_end_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,19 +213,21 @@ def _for(config: RunConfig) -> str:
 def faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
     """Return the changes called faster, with one of these verdicts on quality.
 
-    The number format that they are in must be faster itself, with such a verdict or a good one.
+    The number format and the ranks that they build on must be faster themselves, with such a verdict or a good one.
     """
     able, known = [c for c in rows if c.verdict == FASTER and c.equivalence.verdict in verdicts], (*GOOD, *verdicts)
-    return [c for c in able if all(f.verdict == FASTER and f.equivalence.verdict in known for f in _of_format(c, rows))]
+    return [c for c in able if all(b.verdict == FASTER and b.equivalence.verdict in known for b in _beneath(c, rows))]
 
 
-def _of_format(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]:
-    """Return what is known of a change's number format: of the same work, else of any on its device."""
-    base = change.baseline
-    found = [c for c in rows if c.experiment == "amp" and c.config.precision == base.precision]
-    found = [c for c in found if c.config.device == base.device]
-    names = ("workload", "network", "world_size", "global_batch_size")
-    return [c for c in found if all(getattr(c.config, name) == getattr(base, name) for name in names)] or found
+def _beneath(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]:
+    """Return what is known of a change's number format and ranks: of the same work, else of any on its device."""
+    base, names = change.baseline, ("workload", "network", "world_size", "global_batch_size")
+    found = list[Comparison]()
+    for experiment, name in (("amp", "precision"), ("multi_gpu", "world_size")):
+        known = [c for c in rows if (c.experiment, c.config.device) == (experiment, base.device)]
+        known = [c for c in known if getattr(c.config, name) == getattr(base, name)]
+        found += [c for c in known if all(getattr(c.config, n) == getattr(base, n) for n in names)] or known
+    return found
 
 
 def combination(study: Study) -> Family | None:
@@ -314,15 +316,16 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
-    formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == stats.FASTER))
+    gains = [c for c in rows if c.verdict == FASTER]
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
     why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
-    why = "what is faster here costs quality" if formats else why
-    if formats and not faster(rows, [c.equivalence.verdict for c in rows]):
-        asked = [other for c in rows if c.verdict == FASTER for other in _of_format(c, rows)]
-        known = "not faster" if all(c.answered for c in asked) else "not known to be faster"
-        why = f"the only gains are in {phrases.joined(formats)}, which is itself {known}"
+    why = "what is faster here costs quality" if gains else why
+    if gains and not faster(rows, [c.equivalence.verdict for c in rows]):
+        asked = [b for c in gains for b in _beneath(c, rows) if b.verdict != FASTER]
+        known = "not faster" if all(b.answered for b in asked) else "not known to be faster"
+        labels = phrases.joined(list(dict.fromkeys(b.label for b in asked)))
+        why = f"the only gains build on {labels}, and that is itself {known}"
     headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
     status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
