@@ -507,6 +507,8 @@ SEED = RunConfig(network="seed")
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
         (study(amp(), KEPT_IN_BF16, harm=0.05), None, findings.ANSWERED, ""),  # that is worse
         (study(amp(), KEPT_IN_BF16), "bf16", question.UNTRIED, "ddpm-lab run amp"),  # that is not judged
+        (study(amp(1.1), KEPT_IN_BF16, harm=0.0), "kept in bf16", findings.ANSWERED, ""),
+        (study(IN_BF16), "Compiled bf16 training is 47 % faster than fp32 training;", question.UNTRIED, "ddpm-lab run"),
         (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),
@@ -524,8 +526,8 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
     assert (bool(found.sets), found.status) == (label is not None, status)
     assert (label or "") in found.headline
     # Measured together, and no product of 1.3 and 1.1.
-    ratios = {ALL: 1.35, "bf16": 1.3}
-    assert not label or found.ratio == pytest.approx(ratios.get(label, 1.1), rel=0.02)
+    ratios = {ALL: 1.35, "bf16": 1.3, "kept in bf16": 1.2, "freed memory kept": 1.1}
+    assert not label or found.ratio == pytest.approx(ratios.get(label, 1.47), rel=0.02)
     assert found.way_out.startswith(way_out)
     assert bool(found.way_out) == bool(way_out)
 

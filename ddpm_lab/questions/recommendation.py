@@ -288,8 +288,10 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     warnings = machine_state.warnings(study)
     several = len({c.baseline.global_batch_size for c in rows}) > 1
 
-    def where(c: Comparison) -> str:
-        return _for(c.baseline) + f" at batch {c.baseline.global_batch_size}" * several
+    def where(c: Comparison, told: str = "") -> str:
+        batch, held = f" at batch {c.batch}", c.config.precision
+        narrow = held == c.baseline.precision != "fp32" and f"{held} training" not in told
+        return _for(c.baseline) + f" in {held}" * narrow + batch * (several and batch not in told)
 
     last = _last_space(study)
     mine = tuple(r for r in study.records if last and _family_of(r) == _family_of(last) and r.role != "space")
@@ -312,7 +314,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         told = findings.difference(best)
-        headline = f"{told}{_for(best.baseline) if ' at batch ' in told else where(best)}; quality {best.quality}"
+        headline = f"{told}{where(best, told)}; quality {best.quality}"
         return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
