@@ -290,6 +290,10 @@ def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pas
     crashed = make.sets({}, baseline=MAIN, failures={"working tree": (TREE, "crashed", "planted")}, seed=1, **same)
     both = [*study(0.5, count=1, crowded=[0]).records, *crashed]
     assert outcome(answer(make.study(both)), 0.03).exit_code() == 1, "a side that failed"
+    lost: dict[str, Any] = {"label": "main", "role": "baseline", "config": MAIN}
+    for more in (crashed, [replace(r, **lost) for r in crashed if r.role == "candidate"]):
+        some = outcome(answer(make.study([*study(1.0, count=3).records, *more])), 0.03)
+        assert (some.status, some.exit_code()) == (gate.NO_RESULT, 1), "in most of its sets"
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (replace(TREE, seed=1), "crashed", "planted")})
     judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code(), gate.EXIT_CODES[gate.IDENTICAL]) == (gate.NO_RESULT, 1, 0)

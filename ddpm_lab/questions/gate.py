@@ -198,6 +198,9 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
         return _said(NO_RESULT, answer.finding.headline)
     if row.sets < stats.LEAST_SETS:
         text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {stats.LEAST_SETS}"
+        every = (r for r in comparisons(answer.study) if r.role != "note")
+        if lost := next((r for r in every if r.failed_sets), None):
+            return _said(NO_RESULT, f"{lost.label} failed in {phrases.plural(lost.failed_sets, 'set')}; {text}")
         disturbed = f"; other processes disturbed {row.disturbed_sets} more" * bool(row.disturbed_sets)
         return _said(stats.INCONCLUSIVE, text + disturbed)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
