@@ -205,8 +205,8 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
         return _said(stats.INCONCLUSIVE, text + disturbed)
     least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"where {phrases.share(threshold) if threshold else 'none'} is allowed"
-    # A verdict stays as it was first shown; by how much is what all sets say.
-    ratio = row.all_sets
+    # A verdict stays as it was first shown; by how much is what all sets say, if there are more.
+    ratio = row.all_sets if row.all_sets.sets > row.sets else row.ratio
     most = phrases.share(1 - ratio.low)
     if row.verdict == stats.SLOWER and ratio.high < least:
         how = f"by {phrases.share(1 - ratio.value)}, and at least by {phrases.share(1 - ratio.high)}, {allowed}"
