@@ -162,22 +162,33 @@ def test_a_run_that_goes_on_keeps_its_settings(tmp_path: Path, play: Play) -> No
     assert fastest(tmp_path, said={"kernels", "channels_last"})[0] == dataclasses.replace(USUAL, precision="fp32")
 
 
-@pytest.mark.parametrize("known", [True, False])
+HELD = (("precision", ("fp32", "bf16")),)
+
+
+@pytest.mark.parametrize(
+    ("judged", "said", "only", "known"),
+    [
+        (True, {}, (), True),
+        (False, {}, (), False),  # its baseline is no recommendation
+        (True, {"precision": "fp32"}, (), False),  # with what it found was never measured
+        (True, {}, HELD, False),  # it left others out
+        (True, {"precision": "bf16"}, HELD, True),
+    ],
+)
 def test_what_a_search_recommends_needs_no_probe(
-    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, known: bool
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, *, judged: bool, said: Any, only: Any, known: bool
 ) -> None:
-    """Where it recommends nothing, for want of trials, its baseline is no recommendation."""
     base = dataclasses.replace(USUAL, workload=DDPM, purpose="timing", precision="fp32")
-    space = dataclasses.replace(planted.SPACE, baseline=base)
+    space = dataclasses.replace(planted.SPACE, baseline=base, only=only)
     found = planted.searched(space, sets=6)
     told = make.trials({"it": (dataclasses.replace(base, precision="bf16", world_size=2), 0.0)}, baseline=base)
     gpu = dataclasses.replace(base, device="cuda", freed_memory="default", kernels="aten")
     beside = make.sets({"bf16": (dataclasses.replace(gpu, precision="bf16"), 0.5)}, baseline=gpu)
-    Ledger(tmp_path / LEDGER).append([*found, *(told if known else ()), *beside])
+    Ledger(tmp_path / LEDGER).append([*found, *(told if judged else ()), *beside])
     monkeypatch.setattr(hardware, "machine", lambda: found[0].environment.machine)
     machine = play(**SPEEDS)
-    mine = dataclasses.replace(USUAL, world_size=2 if known else 1)  # as what was found, or as the baseline
-    config, why = fastest(tmp_path, mine)
+    mine = dataclasses.replace(USUAL, world_size=2 if judged else 1, **said)  # as what was found, or as the baseline
+    config, why = fastest(tmp_path, mine, said=set(said))
     assert bool(machine.steps) is not known
     assert config.precision == ("bf16" if known else "fp32")
     assert ("search recommends" in why) is known

@@ -266,7 +266,10 @@ def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig 
 
 
 def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunConfig | None:
-    """The settings that the last search here recommends for this training, where it recommends any."""
+    """The settings that the last search here recommends for this training, where it recommends any.
+
+    A search that was held to some values of an open setting does not say which is the fastest.
+    """
     machine = hardware.machine().key
     with suppress(ModuleNotFoundError, ValueError, OSError):
         heads = [h for h in Ledger(output / LEDGER).heads()[0] if h.machine.key == machine]
@@ -276,8 +279,12 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
             return None
         measured = study(load(chosen(mine, RECOMMENDATION, machine=machine))[0], RECOMMENDATION, machine=machine)
         told = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
-        best = told.best.row.config if told and told.count else None
-        if best and all(getattr(best, name) == getattr(config, name) for name in ALIKE):
+        if told is None or not told.count:
+            return None
+        best, values = told.best.row.config, told.space.settings
+        held = {setting for name, _ in told.space.only for value in values.get(name, ()) for setting in value.changes}
+        alike = {*ALIKE, *SETTINGS}.difference(open_)  # what the user has said too
+        if held.isdisjoint(open_) and all(getattr(best, name) == getattr(config, name) for name in alike):
             return dataclasses.replace(config, **{name: getattr(best, name) for name in open_})
     return None
 
