@@ -271,18 +271,19 @@ def test_what_would_judge_a_training_of_ones_own() -> None:
 
 
 def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another network's search has left one."""
+    """As where another network's search has left one, which a try with smoke leaves too."""
     done = functools.wraps(experiments.recommend)(lambda **_: SimpleNamespace(experiment=asked))
     monkeypatch.setattr(experiments, "recommend", done)
     ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
-    for network, busy in (("tiny", 0.0), ("seed", 2.0)):
+    for network, busy, words in (("tiny", 0.0, ()), ("seed", 2.0, ()), ("ddpm", 0.0, ("--preset", "smoke"))):
         base = replace(planted.BASE, network=network)
         found = planted.searched(replace(planted.SPACE, baseline=base))
         ledger.append(make.on(here, [make.windowed(r, others_cores=busy) for r in found]))
         asked = SimpleNamespace(configurations=[base])
-        code, out, _ = call("recommend", "--network", network, "--output-dir", tmp_path)
-        assert code == 0
-        assert (f"settings: {tmp_path}" in out, "settings: none" in out) == (not busy, bool(busy))
+        code, out, _ = call("recommend", "--network", network, "--output-dir", tmp_path, *words)
+        first = network == "tiny"
+        assert (code, f"settings: {tmp_path}" in out, "settings: none" in out) == (0, first, not first)
+    assert tomllib.loads((tmp_path / question.FILE).read_text())["network"] == "tiny"
 
 
 def test_the_file_follows_what_trials_show_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,6 @@ from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
 from ddpm_lab.questions import bottleneck, comparison, experiments, gate, lost_scaling, multi_gpu, planning, scripts
 from ddpm_lab.questions.ask import answer, every_question, questions, trained
 from ddpm_lab.questions.quality import quality
-from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.reports import summary
 from ddpm_lab.training import tracking
 
@@ -315,8 +314,7 @@ def recommend(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as missing:
         say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
-    study, said = found.study, found.finding
-    path = None if no_search else write_settings(study)
+    study, said, path = found.study, found.finding, found.settings
     names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
     told = table.values({name: getattr(said, name) for name in names} | {"settings": path and str(path)})
     lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
@@ -325,7 +323,8 @@ def recommend(options: argparse.Namespace) -> int:
         save(found.figure(), image)
         lines.append(f"figure: {image}")
         if options.workload is None:  # a file is for ddpm-lab train
-            lines.append(f"settings: {path}" if path else "settings: none, for no search has an answer yet")
+            none = "none written, for want of an answer or beside those of another training"
+            lines.append(f"settings: {path or none}")
     tell(options, told, lines)
     return 0 if study.records else 1
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_lab.explain import charts, machine_state, phrases, stats
@@ -37,6 +38,8 @@ class Answer:
     """Name of the question's notebook and figures."""
     trains: bool = False
     """Whether the question's configurations can be trained for their quality."""
+    settings: Path | None = None
+    """The file that what is recommended was written to."""
 
     def figures(self) -> list[tuple[str, Figure, str]]:
         """Return the further figures that have data as (caption, figure, name of the file)."""

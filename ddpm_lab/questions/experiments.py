@@ -221,9 +221,8 @@ def recommendation(
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
     if not shown.records:
         shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    if (searched and preset != "smoke") or _may_replace(output / FILE, shown):
-        write_settings(shown)
-    return answer(shown)
+    writes = (searched and preset != "smoke") or _may_replace(output / FILE, shown)
+    return dataclasses.replace(answer(shown), settings=write_settings(shown) if writes else None)
 
 
 def _images_of(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
