@@ -283,6 +283,7 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
         code, out, _ = call("recommend", "--network", network, "--output-dir", tmp_path, *words)
         first = network == "tiny"
         assert (code, f"settings: {tmp_path}" in out, "settings: none" in out) == (0, first, not first)
+        assert ("; settings for speed are left to train" in out) is first, "what the file says of itself"
     assert tomllib.loads((tmp_path / question.FILE).read_text())["network"] == "tiny"
 
 
@@ -570,6 +571,8 @@ def test_headline_figure_and_table_are_of_one_source_and_the_other_is_a_further_
         True,
     )
     assert ("Configuration" in found.table()[0]) == by_search
+    more = "bf16, 2 ranks: 63 % faster; quality not measured yet"  # which the file is about
+    assert (more in found.finding.claim, "ddpm-lab recommend" in found.finding.way_out) == (True, True)
     others = {view.name for view in found.views if view.figure and view.name != "batch_size"}
     assert others == {"changes" if by_search else "search"}
 

@@ -325,6 +325,7 @@ def recommend(options: argparse.Namespace) -> int:
         if options.workload is None:  # a file is for ddpm-lab train
             none = "none written, for want of an answer or beside those of another training"
             lines.append(f"settings: {path or none}")
+            lines += [f"  {path.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}"] if path else []
     tell(options, told, lines)
     return 0 if study.records else 1
 

@@ -633,6 +633,9 @@ def answer(study: Study) -> Answer:
             views.append(View(caption=every, name="changes", figure=figure if rows else None, table=table))
             found, figure, table = _of_search(searched), steps, lambda: steps_table(searched)
         else:
+            if searched.reach:  # which the file of settings is about
+                more = _of_search(searched)
+                found = replace(found, notes=(f"The search: {more.headline}.", *found.notes), way_out=more.way_out)
             views.append(View(caption=again, name="search", figure=steps, table=lambda: steps_table(searched)))
     return Answer(study=study, finding=found, figure=figure, table=table, views=views)
 
