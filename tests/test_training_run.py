@@ -153,7 +153,7 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
 def test_slow_steps_are_saved_by_the_clock(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of four minutes, in chunks of five after the first."""
+    """Steps of four minutes, in chunks of five after the first; it stays until the next checkpoint."""
     now = [0.0]
 
     def passes(what: str, _: int) -> None:
@@ -163,6 +163,7 @@ def test_slow_steps_are_saved_by_the_clock(
     group = ranks(passes)
     run(tmp_path, 8, save_every=1000, **NEVER)
     assert [value for name, value in group.calls if name == "save"] == [6, 8]
+    assert steps_in(tmp_path) == [8]
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

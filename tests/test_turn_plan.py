@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from itertools import pairwise, permutations
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from recorded_noise import MACHINES, recorded
 from scipy import special
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import sets, shortfall
-from ddpm_lab.measure.sets import balanced_orders, steps_of_windows
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.sets import Instrument, Member, Seat, balanced_orders, steps_of_windows
 from ddpm_lab.measure.shortfall import best_turns, sets_that_resolve
 from ddpm_lab.plan import Plan
 
@@ -101,3 +103,20 @@ def test_windows_outlast_what_loader_workers_hold_ready(nodes: int, steps: list[
         return sets._Set._steps(of)["it"]  # type: ignore[index]
 
     assert list(map(steps_of, (0, 1, 2, 4, 16))) == steps
+
+
+def test_the_first_window_comes_after_what_a_start_prefetched(instrument: Instrument) -> None:
+    settled = list[int]()
+
+    def window(**asked: Any) -> NoReturn:
+        settled.append(asked["settle"])
+        raise GroupFailed("crashed", "heard enough")
+
+    seat = Seat(Member("candidate", "files", RunConfig(loader="files", loader_workers=1)), Plan(), instrument)
+    seat.group = cast("Any", SimpleNamespace(window=window, pids=()))
+    seat.witness, seat.warm_step_seconds = [{"prefetch_batches": 2}], 0.5
+    for turn in range(2):
+        with pytest.raises(GroupFailed):
+            seat.window(turn, 0, 4)
+        seat.windows.append(cast("Any", None))
+    assert settled == [10, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import signal
 from functools import partial
 from typing import Any
@@ -98,7 +99,10 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     progress.done(", ".join([f"step {outcome.step:,} of {max(outcome.step, schedule.steps):,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
         where = f"{signal.Signals(stop.number).name}, saved after step {outcome.step:,}"
-        say(f"{where}: the same command with --output-dir {options.output_dir} goes on from there", error=True)
+        say(
+            f"{where}: the same command with --output-dir {shlex.quote(options.output_dir)} goes on from there",
+            error=True,
+        )
         return 128 + stop.number
     busy = watch.state.get("gpu_utilisation_percent")
     summary.tell([summary.of_training(config, folder, busy, hardware.machine())])

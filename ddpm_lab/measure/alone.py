@@ -87,7 +87,7 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     config, limit = seat.config, seat.instrument.limits.build_seconds
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
     # Where the final weights alone are compared, their last bits count, and so do the threads.
-    follows = draws and config.device == "cpu" and not config.threads and config.compile == "off" and current() is None
+    follows = draws and config.device == "cpu" and not config.threads and current() is None
     watch = CoreWatch(config, config.rank_threads(seat.instrument.usable_cores)) if follows else None
     seat.start()
     group = seat.alive
@@ -115,7 +115,8 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not all(math.isfinite(loss) for loss in losses[start:]):
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
             seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
-            adapt_threads()
+            if config.compile == "off":  # what was compiled would be compiled anew
+                adapt_threads()
         evaluate(after)
     seat.stages["training"] = time.monotonic() - begun
     seat.hear_witness()

@@ -209,7 +209,9 @@ class Seat:
 
     def window(self, turn: int, position: int, steps: int) -> None:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
-        how = {"settle": self.settle_steps, "steps": steps}
+        # A start fills the queue of workers, which even those that make four batches in five steps use up once.
+        first = 0 if self.windows else 5 * self.prefetch_batches
+        how = {"settle": max(self.settle_steps, first), "steps": steps}
         with self.watched() as watch:
             reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
         for losses, rank in zip(self._losses, reports, strict=True):
@@ -390,7 +392,7 @@ class _Set:
         if self.baseline_lost():
             return
         self.plan = replace(self.asked, turns=self.asked.turns or TURNS_ALONE)  # each turn starts every group
-        self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
+        self._take_turns(visit, self._steps(10), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Every living member's window in every turn, until baseline or twin are lost, or the set is too disturbed."""
@@ -425,13 +427,13 @@ class _Set:
             seat.failure = failure
             seat.close()
 
-    def _steps(self) -> dict[Member, int]:
+    def _steps(self, queues: int = 2) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
         # Loader workers here are stopped between turns, and fill no queue: twice of it evens out what is in it. One
         # batch ahead is made for each one that is taken.
-        queues = [s.prefetch_batches * (2 if s.config.nodes == 1 else 10) for s in alive if s.prefetch_batches > 1]
-        counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *queues])
+        least = [s.prefetch_batches * (queues if s.config.nodes == 1 else 10) for s in alive if s.prefetch_batches > 1]
+        counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *least])
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 
     def record(self, seat: Seat, **found: Any) -> RunRecord:

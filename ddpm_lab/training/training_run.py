@@ -29,8 +29,8 @@ from ddpm_lab.training.stopping import Stop, without_sigterm
 from ddpm_lab.training.tracking import TrackedTraining
 
 CHUNK_SECONDS = 1.0
-SILENCE_SECONDS = 600.0
 SAVE_SECONDS = 600.0  # after which there is a checkpoint, however few steps that was
+SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
@@ -276,6 +276,7 @@ class _Run:
     held_out: float | None = None
     told: bool = False  # when samples may show objects
     saved_at: float = 0.0  # on the clock of this process
+    unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
@@ -354,8 +355,11 @@ class _Run:
             self.held_out = found["loss"]
             rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
         self._log(rows)
-        if due(self.schedule.save_every, self.step) or time.monotonic() - self.saved_at > SAVE_SECONDS:
+        if due(self.schedule.save_every, self.step):
             self._save(group)
+        elif time.monotonic() - self.saved_at > SAVE_SECONDS:
+            self._save(group)
+            self.unasked = self.run.checkpoint(self.step)
         if due(self.schedule.sample_every, self.step):
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
@@ -375,6 +379,9 @@ class _Run:
         self.run.sync_log()
         self._call(group, "save", path=str(self.run.checkpoint(self.step)))
         self.saved, self.saved_at = self.step, time.monotonic()
+        if self.unasked:
+            self.unasked.unlink(missing_ok=True)
+            self.unasked = None
         self.run.keep(self.schedule.keep)
 
     def _call(self, group: Group, method: str, **arguments: Any) -> None:
