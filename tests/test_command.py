@@ -352,7 +352,8 @@ def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: P
 
 FAULTS = {
     "ends": ("if i == 4: sys.exit()", "crashed", "give it more steps"),
-    "fills memory": ("if i == 4: raise RuntimeError('CUDA out of memory')", "oom", "CUDA out of memory"),
+    "fills memory": ("if i == 4: raise RuntimeError('CUDNN_STATUS_ALLOC_FAILED')", "oom", "exit code 1 after"),
+    "fails in a pipe": ("if i == 4: raise RuntimeError('my fault')", "crashed", "while measuring; it printed last: "),
     "is killed": ("if i == 4: os.kill(os.getpid(), 9)", "crashed", "killed by SIGKILL"),
     "hangs": ("if i == 4: time.sleep(1000)", "timed out", "made no step for 3 s"),
 }
@@ -362,7 +363,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, name: str) -> None:
     after, status, words = FAULTS[name]
-    group = start(after=after)
+    group = start(after=after, run="{python} train.py" + " 2>&1 | cat" * ("pipe" in name))
     with pytest.raises(GroupFailed) as failed:
         group.window(settle=0, steps=20, limit=3 if status == "timed out" else 60, stage="measuring")
     assert failed.value.status == status

@@ -32,7 +32,16 @@ from ddpm_lab.measure.group import Awake, GroupFailed, Limits
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
-from ddpm_lab.measure.process import SPIN_COUNT, SPIN_VARIABLE, end_guarded, guarded, host_id, private_folder, temporary
+from ddpm_lab.measure.process import (
+    SPIN_COUNT,
+    SPIN_VARIABLE,
+    end_guarded,
+    guarded,
+    host_id,
+    private_folder,
+    tells_of_memory,
+    temporary,
+)
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = re.compile(
@@ -258,8 +267,9 @@ class CommandGroup:
         number = -code if code and code < 0 else (code or 0) - SIGNALLED
         with contextlib.suppress(ValueError):
             how = f"was killed by {signal.Signals(number).name}"
-        advice = ": give it more steps or epochs" if steps and not code else ""
-        status = "oom" if "out of memory" in (printed := self._printed()).lower() else "crashed"
+        printed = self._printed()
+        advice = ": give it more steps or epochs" if steps and not code and "Traceback" not in printed else ""
+        status = "oom" if tells_of_memory(printed) else "crashed"
         raise GroupFailed(status, f"{how} {where}{advice}{self._last()}", printed)
 
     def _printed(self) -> str:

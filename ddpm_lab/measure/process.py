@@ -226,9 +226,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    # cuBLAS and cuDNN, which allocate for themselves, speak of their status.
-    words = ("out of memory", "defaultcpuallocator", "status_alloc_failed")
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+    return isinstance(error, MemoryError) or tells_of_memory(str(error))
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether there was too little of it; cuBLAS and cuDNN, which allocate for themselves, speak of their status."""
+    return any(word in text.lower() for word in ("out of memory", "defaultcpuallocator", "status_alloc_failed"))
 
 
 def _boot_id() -> str:
