@@ -11,7 +11,7 @@ import pytest
 import records as make
 from conftest import busy_config
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import COMMAND, OWN, RunConfig
 from ddpm_lab.measure import sets
 from ddpm_lab.measure.sets import CACHE_DAYS, Instrument, Member, Seat, measure_set
 from ddpm_lab.plan import Plan
@@ -73,7 +73,10 @@ def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
         assert run.record(run.seats[0]).mechanism_only is mechanism
 
 
-def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
+def test_failures_are_rows_and_the_rest_goes_on(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sets, "in_lab", bool)  # so that a hang is noticed early
     records = measured(
         instrument,
         dataclasses.replace(short_plan, window_steps=20),  # however slow steps are here, a window reaches the hang
@@ -122,11 +125,12 @@ def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
     assert math.exp(sum(logs) / len(logs)) == pytest.approx(1.5, rel=0.2)
 
 
-def test_a_script_may_be_silent_as_long_as_an_evaluation_lasts(instrument: Instrument) -> None:
+def test_own_code_may_be_silent_as_long_as_an_evaluation_lasts(instrument: Instrument) -> None:
     """Of its own loop the lab hears each step alone; a group of the lab's that is silent so long hangs."""
-    own, script = RunConfig(), RunConfig(workload="ddpm_lab.measure.command:command", options=(("command", "train"),))
-    limits = [Seat(Member("baseline", "", c), Plan(), instrument).silence_limit for c in (own, script)]
-    assert limits == [instrument.limits.window_seconds, instrument.limits.build_seconds]
+    own = [RunConfig(workload=COMMAND, options=(("command", "train"),)), RunConfig(workload="mine:loop")]
+    own += [RunConfig(workload=OWN, options=(("make", "mine:make"),))]
+    limits = [Seat(Member("baseline", "", c), Plan(), instrument).silence_limit for c in (RunConfig(), *own)]
+    assert limits == [instrument.limits.window_seconds, *[instrument.limits.build_seconds] * 3]
 
 
 @pytest.mark.slow

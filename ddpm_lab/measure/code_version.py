@@ -159,8 +159,8 @@ def _lab_sources(package: Path) -> dict[str, Source]:
 
 
 def in_lab(module: str) -> bool:
-    """Whether a module is of the lab, and one that a rank may load of it."""
-    top, *rest = module.split(".")
+    """Whether a module, or a module:function, is of the lab, and one that a rank may load of it."""
+    top, *rest = module.partition(":")[0].split(".")
     return top == PACKAGE.name and not {*rest[:1]} & {*EXPLAINING}
 
 

@@ -73,7 +73,7 @@ class Rank:
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""
         config = self.job.config
-        if not all(in_lab(source.partition(":")[0]) for source in config.sources):  # settings that own code opens
+        if not all(map(in_lab, config.sources)):  # settings that own code opens
             hook.FOLDER = str(self.job.folder)
             sys.addaudithook(hook.note_file)
         # NCCL reads its settings when a group's first communicator is made.

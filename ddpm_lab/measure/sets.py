@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.code_version import CodeVersion, in_lab
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment, machine
@@ -202,9 +202,9 @@ class Seat:
 
     @property
     def silence_limit(self) -> float:
-        """Seconds that a rank may be silent in a window; a script, of which each step alone is heard, evaluates too."""
-        limits = self.instrument.limits
-        usual = limits.build_seconds if self.config.command else limits.window_seconds
+        """Seconds that a rank may be silent in a window; somebody's own code, heard at each step, evaluates too."""
+        limits, own = self.instrument.limits, self.config.command or not all(map(in_lab, self.config.sources))
+        usual = limits.build_seconds if own else limits.window_seconds
         return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int) -> None:

@@ -372,7 +372,7 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
     """The code that ranks run, in ``tree`` for a revision's. Raises ConfigError where a rank cannot tell it."""
     modules, libraries, settings = dict[str, str](), set[str](), set[str]()
     for config in {config.sources: config for config in configs}.values():
-        if not all(in_lab(source.partition(":")[0]) for source in config.sources):
+        if not all(map(in_lab, config.sources)):
             revision = tree.revision if tree else config.revision
             eager = dataclasses.replace(config, compile="off", compile_mode="default", revision=revision)
             _, found = look(eager, instrument, tree)
