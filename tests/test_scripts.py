@@ -179,8 +179,12 @@ def test_settings_of_a_revision_are_part_of_its_code(call: Call, folder: Path, s
     train = loads + TRAIN.replace("0.02", "own")
     commit(folder, {"train.py": train, "pause.json": "0.02", "both.json": "1"})
     write(folder, {"both.json": "2"})
-    words = ("compare", f"{sys.executable} train.py", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
+    words = ("compare", f"{sys.executable} -m train", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
     assert "identical code" in call(*words)[1]
     write(folder, {"pause.json": "0.04"})
     sides = json.loads(call(*words, "--json")[1])["sides"]
     assert [side["status"] for side in sides] == ["ok"] * 3
+    ledger = folder / "out" / "trace_output" / "ledger.jsonl"
+    before = ledger.read_text()
+    assert call(*words)[0] == 0
+    assert ledger.read_text() == before, "though the revision lies in another folder each time"
