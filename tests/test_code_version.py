@@ -14,7 +14,16 @@ from git_repository import git, repository, write
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
-from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, in_repository, is_library, is_setting
+from ddpm_lab.measure.code_version import (
+    PACKAGE,
+    Loaded,
+    Tree,
+    code_version,
+    in_repository,
+    is_library,
+    is_setting,
+    settings_among,
+)
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.measure.worktree import Repository, tree_of
 
@@ -249,6 +258,7 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
             assert (folder / "mine.py").read_text() == "x = 1\n"
             assert not (folder / "new.py").exists()
             assert not (folder / "hooked").exists()
+            assert settings_among([str(folder / "mine.py")], [folder / "sub"], []), "as from a subfolder here"
         assert (mine / "mine.py").read_text() == "x = 2\n"
     assert not one.parent.exists()
     assert (mine / ".git" / "index").stat().st_mtime_ns == index, "not even refreshed"
