@@ -529,14 +529,18 @@ def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> No
 
 @pytest.mark.slow
 def test_a_file_of_settings_that_a_training_reads_is_part_of_its_code(here: Path, instrument: Instrument) -> None:
-    (here / "settings.json").write_text("{}")
+    for name in ("settings.json", "by_path.py", "imported.py"):
+        (here / name).write_text("{}")
     # In a rank a command line is nobody's.
     own_modules.write(
-        here, "\nopen('settings.json').close()\nimport argparse\nargparse.ArgumentParser().parse_args()\n"
+        here,
+        "\nopen('settings.json').close()\nimport argparse, imported, runpy\nargparse.ArgumentParser().parse_args()\n"
+        "runpy.run_path('by_path.py')\n",
     )
     check_name("profile", "mine:make")
-    code = look_at("mine:make", instrument, device="cpu", seed=0)[1]
-    assert [Path(source.file).name for source in code.settings] == ["settings.json"]
+    code, again = (look_at("mine:make", instrument, device="cpu", seed=0)[1] for _ in range(2))
+    assert [Path(source.file).name for source in code.settings] == ["by_path.py", "settings.json"]
+    assert again.key == code.key, "compiled meanwhile"
 
 
 @pytest.mark.slow

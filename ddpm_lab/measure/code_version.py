@@ -75,7 +75,7 @@ class Source(NamedTuple):
 class Loaded(NamedTuple):
     """What a rank loaded of its workload, as module to file (``loaded``), and the libraries that these import.
 
-    ``settings`` are files that it read before its first step ended.
+    ``settings`` are files that it read before its first step ended, modules among them.
     """
 
     modules: Mapping[str, str]
@@ -135,7 +135,9 @@ def code_version(
     """The version of the code that ranks run. Raises ConfigError where the lab's own files were edited meanwhile."""
     modules, libraries, read = loaded or Loaded({})
     own = {name: source_of(file) for name, file in modules.items()}
-    sources, settings = _lab_sources(tree.package if tree else PACKAGE) | own, [source_of(file) for file in read]
+    sources = _lab_sources(tree.package if tree else PACKAGE) | own
+    modules_read = {source.file for source in sources.values()}
+    settings = [source_of(file) for file in read if file not in modules_read]
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [part for each in sorted((Path(s.file).name, s.sha256) for s in settings) for part in each]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -199,9 +200,8 @@ class Turns:
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
             top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-            library = "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
             # What torch.compile has written belongs to the libraries, as what is named after them.
-            counts = top in own or not (top in installed or library)
+            counts = top in own or not (top in installed or _of_library(file))
             files |= {file} if counts and file[:1] == "/" and file[-3:] == ".py" else set()
         return sorted(files)
 
@@ -227,16 +227,20 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings, or of an extension, is listed that the process reads before its first step, or that it ever
-    writes.
+    A file of settings, of an extension, or of Python outside of libraries, also compiled, is listed that the process
+    reads before its first step, or that it ever writes.
     """
     if event not in AUDITED:
         return
     try:
         name = os.fsdecode(given[AUDITED[event]] or "")  # of an import there is one where it is an extension
-        if name.endswith(SETTINGS + EXTENSIONS):
+        if name.endswith((*SETTINGS, *EXTENSIONS, ".py", ".pyc")):
             writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
-            _list("w" if writes else "r", Path(name).absolute())
+            if name.endswith(".pyc"):
+                name = "" if writes else importlib.util.source_from_cache(name)
+            file = Path(name).absolute()
+            if name and not (name.endswith(".py") and _of_library(str(file))):
+                _list("w" if writes else "r", file)
     except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
         pass
 
@@ -272,6 +276,10 @@ def listed_version(module: str) -> Any:
     with contextlib.suppress(Exception):  # whatever somebody's metadata holds
         return metadata.version(module)
     return None
+
+
+def _of_library(file: str) -> bool:
+    return "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
 
 
 def _version(module: Any) -> Any:
