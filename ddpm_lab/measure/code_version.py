@@ -87,7 +87,7 @@ class Loaded(NamedTuple):
 class CodeVersion:
     """``key`` identifies the code: the lab's sources, those of a workload that lies elsewhere, and package versions.
 
-    So it does files of ``settings`` that such a workload reads, wherever they lie.
+    So it does files of ``settings`` that such a workload reads, of its repository or beside its own.
     They lie in ``tree``; None is wherever this process finds them. ``beside`` is the version of a revision that is
     measured in the same sets: the key then covers both. What commands have ``written`` themselves is no edit.
     """
@@ -223,7 +223,10 @@ def is_setting(file: str, places: Iterable[Path]) -> bool:
 
 
 def settings_among(read: Iterable[str], here: Iterable[Path], files: Iterable[Path]) -> list[str]:
-    """Settings among the files that a workload read: of the repositories around ``here``, or beside its own files."""
+    """Those among the files that a workload read that count: of the repositories around ``here``, or beside its own.
+
+    Data may lie elsewhere, and be read in another order at each start.
+    """
     roots = (next((p for p in (f, *f.parents) if (p / ".git").exists()), f) for f in here)
     places = {place.resolve() for place in (*roots, *(file.parent for file in files))}
     return sorted(file for file in read if is_setting(file, places))
