@@ -150,6 +150,13 @@ def test_an_edited_script_or_file_of_settings_is_other_code(
     sourced = key()
     write(folder, {"sub/a.conf": "A=2\n"})
     assert key() != sourced, "read by the shell"
+    write(folder, {"sub/train": "open('a.ipynb')\n" + TRAIN, "sub/a.ipynb": "{}"})
+    config = scripts.configuration(f"{sys.executable} train --kernel $$", "A", device="cpu")
+    notebook = key()
+    assert key() == notebook, "whatever file tells a kernel its connection"
+    write(folder, {"sub/a.ipynb": "[]"})
+    assert key() != notebook
+    config = scripts.configuration(f"{sys.executable} train", "A", device="cpu")
     write(folder, {"sub/train": TRAIN.replace("64, 64", "64, len(__import__('os').environ['WIDTH'])")})
     monkeypatch.setenv("WIDTH", "1")
     narrow = key()

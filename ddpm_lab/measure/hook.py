@@ -227,14 +227,14 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings, of an extension, or of Python outside of libraries, also compiled, is listed that the process
-    reads before its first step, or that it ever writes.
+    A file of settings, of an extension, a notebook, or Python outside of libraries, also compiled, is listed that the
+    process reads before its first step, or that it ever writes.
     """
     if event not in AUDITED:
         return
     try:
         name = os.fsdecode(given[AUDITED[event]] or "")  # of an import there is one where it is an extension
-        if name.endswith((*SETTINGS, *EXTENSIONS, ".py", ".pyc")):
+        if name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py", ".pyc")):
             writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
             if name.endswith(".pyc"):
                 name = "" if writes else importlib.util.source_from_cache(name)

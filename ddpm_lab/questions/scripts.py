@@ -131,8 +131,9 @@ def look(
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
-    # Nor does a folder that has another name in every run, as that of a revision has.
-    left_out = {"device", "argv"} if tree or any(map(_ANEW.search, texts_of(config.command, here))) else {"device"}
+    # Nor does a folder that has another name in every run, as that of a revision has, or a notebook's kernel.
+    anew = tree or any(map(_ANEW.search, texts_of(command, here))) or any(s.endswith(".ipynb") for s in settings)
+    left_out = {"device", "argv"} if anew else {"device"}
     ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
     key = digest([instrument.code.key, *ran, held])
     device = "cuda" if seen["device"].startswith("cuda") else "cpu"
