@@ -30,9 +30,8 @@ class Plan:
     """How one set is measured.
 
     A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least twice
-    what they prefetch, and ten times where they are not stopped between turns, as on other hosts. A set has ``turns``
-    turns; 0 computes them before the first set of a comparison from what its start and its turns cost, and every
-    further set has as many.
+    what they prefetch. A set has ``turns`` turns; 0 computes them before the first set of a comparison from what its
+    start and its turns cost, and every further set has as many.
     """
 
     turns: Annotated[int, Opt(least=0)] = 0

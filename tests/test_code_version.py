@@ -259,6 +259,7 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
             assert not (folder / "new.py").exists()
             assert not (folder / "hooked").exists()
             assert settings_among([str(folder / "mine.py")], [folder / "sub"], []), "as from a subfolder here"
+            assert not (folder / ".git").exists(), "which a script may look for, and then ask git"
         assert (mine / "mine.py").read_text() == "x = 2\n"
     assert not one.parent.exists()
     assert (mine / ".git" / "index").stat().st_mtime_ns == index, "not even refreshed"

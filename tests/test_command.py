@@ -131,6 +131,7 @@ class Data(torch.utils.data.Dataset):
 for name in ("a.yaml", b"b.toml", "module.py", "data.txt", "kernels.cu", "a.ipynb"): open(name).close()
 path = importlib.util.spec_from_file_location("config", "conf/run.py")
 path.loader.exec_module(importlib.util.module_from_spec(path))
+exec(open("conf/text.py").read())
 ctypes.CDLL(os.path.abspath("linked.so"))
 importlib.util.module_from_spec(importlib.util.spec_from_file_location("_psutil_linux", "imported.so"))
 try: open("none.json")
@@ -149,14 +150,14 @@ def test_files_of_settings_are_those_read_before_a_step_and_what_is_written_is_t
 ) -> None:
     """Whichever Python process of the command opens them, but for workers of a loader; so does what it runs by path."""
     names = ("a.yaml", "b.toml", "module.py", "data.txt", "kernels.cu", "data.json", "late.json", "conf/child.cfg")
-    write(tmp_path, dict.fromkeys((*names, "a.ipynb", "conf/run.py"), ""))
+    write(tmp_path, dict.fromkeys((*names, "a.ipynb", "conf/run.py", "conf/text.py"), ""))
     py_compile.compile(str(tmp_path / "conf" / "run.py"))  # which is then read in place of it
     for name in ("linked.so", "imported.so"):
         shutil.copyfile(str(import_module("psutil._psutil_linux").__file__), tmp_path / name)
     group = start(before=READS, after="open('late.json').close()\nif i == 2: open('log.json', 'a').close()")
     assert {name.removeprefix(f"{tmp_path}/") for name in group.read if name.startswith(str(tmp_path))} == {
         *("a.yaml", "b.toml", "none.json", "conf/child.cfg", "kernels.cu", "linked.so", "imported.so"),
-        *("a.ipynb", "module.py", "conf/run.py", "train.py"),
+        *("a.ipynb", "conf/run.py", "conf/text.py", "train.py"),
     }
     assert not [name for name in group.read if name.endswith(("torch/__init__.py", "/ctypes/__init__.py"))]
     window(group, 0, 4)

@@ -91,32 +91,33 @@ def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine
         assert np.sqrt(np.mean(np.square(pieces))) == pytest.approx(said, rel=0.15), turns
 
 
-@pytest.mark.parametrize(("nodes", "steps"), [(1, [1, 1, 4, 8, 32]), (2, [1, 1, 20, 40, 160])])
-def test_windows_outlast_what_loader_workers_hold_ready(nodes: int, steps: list[int]) -> None:
-    """Less of it where they are stopped between turns."""
-
+def test_windows_outlast_what_loader_workers_hold_ready() -> None:
     def steps_of(prefetch_batches: int) -> int:
-        config = SimpleNamespace(nodes=nodes, global_batch_size=8)
+        config = SimpleNamespace(global_batch_size=8)
         how: dict[str, Any] = {"failure": None, "warm_step_seconds": 0.5, "config": config, "member": "it"}
         seat: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
         of: Any = SimpleNamespace(seats=[seat], plan=Plan())
         return sets._Set._steps(of)["it"]  # type: ignore[index]
 
-    assert list(map(steps_of, (0, 1, 2, 4, 16))) == steps
+    assert list(map(steps_of, (0, 1, 2, 4, 16))) == [1, 1, 4, 8, 32]
 
 
-def test_the_first_window_comes_after_what_a_start_prefetched(instrument: Instrument) -> None:
+@pytest.mark.parametrize(("nodes", "settles"), [(1, [10, 2]), (2, [10, 10])])
+def test_a_window_comes_after_what_workers_prefetched_meanwhile(
+    instrument: Instrument, nodes: int, settles: list[int]
+) -> None:
+    """In the start, and on other hosts, where they are not stopped, between turns too."""
     settled = list[int]()
 
     def window(**asked: Any) -> NoReturn:
         settled.append(asked["settle"])
         raise GroupFailed("crashed", "heard enough")
 
-    seat = Seat(Member("candidate", "files", RunConfig(loader="files", loader_workers=1)), Plan(), instrument)
+    files = RunConfig(loader="files", loader_workers=1, world_size=nodes, nodes=nodes)
+    seat = Seat(Member("candidate", "files", files), Plan(), instrument)
     seat.group = cast("Any", SimpleNamespace(window=window, pids=()))
     seat.witness, seat.warm_step_seconds = [{"prefetch_batches": 2}], 0.5
     for turn in range(2):
         with pytest.raises(GroupFailed):
             seat.window(turn, 0, 4)
-        seat.windows.append(cast("Any", None))
-    assert settled == [10, 2]
+    assert settled == settles

@@ -136,8 +136,8 @@ def code_version(
     modules, libraries, read = loaded or Loaded({})
     own = {name: source_of(file) for name, file in modules.items()}
     sources = _lab_sources(tree.package if tree else PACKAGE) | own
-    modules_read = {source.file for source in sources.values()}
-    settings = [source_of(file) for file in read if file not in modules_read]
+    modules_read = {os.path.realpath(source.file) for source in sources.values()}
+    settings = [source_of(file) for file in read if os.path.realpath(file) not in modules_read]
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [part for each in sorted((Path(s.file).name, s.sha256) for s in settings) for part in each]

@@ -25,13 +25,14 @@ OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")  # how names of files of settings end
 EXTENSIONS = (".cpp", ".cc", ".cxx", ".c", ".cu", ".so")  # and of what torch compiles and loads, or only loads
-AUDITED = {"open": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, and which argument is a file
+AUDITED = {"open": 0, "exec": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, which argument is a file
 
 
 class Turns:
     """The steps of this process, and whoever tells it when to make them."""
 
     stepping = False  # whether this process has made one
+    text = ""  # the file of Python that was opened last, and not run since
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -227,19 +228,22 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings, of an extension, a notebook, or Python outside of libraries, also compiled, is listed that the
-    process reads before its first step, or that it ever writes.
+    A file of settings, of an extension, or a notebook, is listed that the process reads before its first step, or that
+    it ever writes; so is Python outside of libraries that it runs, whose text may have been read right before.
     """
     if event not in AUDITED:
         return
     try:
-        name = os.fsdecode(given[AUDITED[event]] or "")  # of an import there is one where it is an extension
-        if name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py", ".pyc")):
+        what = given[AUDITED[event]]  # of an import there is a file where it is an extension
+        name = os.fsdecode(getattr(what, "co_filename", what) or "")
+        if event == "exec":
+            name, Turns.text = Turns.text if name == "<string>" else name, ""
+        if name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py")):
             writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
-            if name.endswith(".pyc"):
-                name = "" if writes else importlib.util.source_from_cache(name)
             file = Path(name).absolute()
-            if name and not (name.endswith(".py") and _of_library(str(file))):
+            if event == "open" and name.endswith(".py") and not writes:
+                Turns.text = name  # it may as well be copied
+            elif not (name.endswith(".py") and (name.startswith("<") or _of_library(str(file)))):
                 _list("w" if writes else "r", file)
     except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
         pass

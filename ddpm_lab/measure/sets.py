@@ -71,6 +71,7 @@ class Seat:
         self._filled: Path | None = None  # the file that marks the compile caches as filled
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
+        self.started_now = True
         self.witness: list[dict[str, Any]] = []
         self.windows: list[Window] = []
         self.ranks: list[RankRecord] = []
@@ -108,7 +109,7 @@ class Seat:
 
     def start(self) -> None:
         """Start a group that has not made a step yet. Raises GroupFailed."""
-        config, instrument = self.config, self.instrument
+        config, instrument, self.started_now = self.config, self.instrument, True
         code = instrument.code.of(config.revision)
         self.say("starting")
         how: dict[str, Any] = {"limits": instrument.limits, "progress": self.say, "tree": code.tree}
@@ -202,16 +203,24 @@ class Seat:
 
     @property
     def silence_limit(self) -> float:
-        """Seconds that a rank may be silent in a window; somebody's own code, heard at each step, evaluates too."""
-        limits, own = self.instrument.limits, self.config.command or not all(map(in_lab, self.config.sources))
-        usual = limits.build_seconds if own else limits.window_seconds
+        """Seconds that a rank may be silent in a window; somebody's own code, heard at each step, evaluates too.
+
+        Of ranks, less than a collective waits: who waits for a rank that hangs does not fail first.
+        """
+        limits = self.instrument.limits
+        if self.config.command:
+            usual = limits.build_seconds
+        elif all(map(in_lab, self.config.sources)):
+            usual = limits.window_seconds
+        else:
+            usual = max(limits.window_seconds, limits.build_seconds / 5)
         return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int) -> None:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
-        # A start fills the queue of workers, which even those that make four batches in five steps use up once.
-        first = 0 if self.windows else 5 * self.prefetch_batches
-        how = {"settle": max(self.settle_steps, first), "steps": steps}
+        # A queue that filled meanwhile is used up even where workers make four batches in five steps.
+        full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
+        how, self.started_now = {"settle": max(self.settle_steps, full), "steps": steps}, False
         with self.watched() as watch:
             reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
         for losses, rank in zip(self._losses, reports, strict=True):
@@ -392,7 +401,7 @@ class _Set:
         if self.baseline_lost():
             return
         self.plan = replace(self.asked, turns=self.asked.turns or TURNS_ALONE)  # each turn starts every group
-        self._take_turns(visit, self._steps(10), self.plan.turns, ", each group on its own")
+        self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Every living member's window in every turn, until baseline or twin are lost, or the set is too disturbed."""
@@ -427,12 +436,11 @@ class _Set:
             seat.failure = failure
             seat.close()
 
-    def _steps(self, queues: int = 2) -> dict[Member, int]:
+    def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
-        # Loader workers here are stopped between turns, and fill no queue: twice of it evens out what is in it. One
-        # batch ahead is made for each one that is taken.
-        least = [s.prefetch_batches * (queues if s.config.nodes == 1 else 10) for s in alive if s.prefetch_batches > 1]
+        # Twice what workers hold ready evens out what they do. One batch ahead is made for each one that is taken.
+        least = [2 * s.prefetch_batches for s in alive if s.prefetch_batches > 1]
         counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *least])
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 

@@ -120,7 +120,7 @@ def look(
         said = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
         raise ConfigError(said) from failed
     mine = [file for file in group.files if not is_library(file)]
-    if tree and (astray := [file for file in mine if Path(file).is_relative_to(tree.apart)]):
+    if tree and (astray := [file for file in mine if Path(file).resolve().is_relative_to(tree.apart)]):
         raise ConfigError(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
@@ -129,7 +129,7 @@ def look(
     settings = settings_among(group.read - written, (here, Path.cwd()), (*named, *map(Path, mine)))
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
-    held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
+    held = sorted({(Path(file).name, source.sha256) for file, source in sources.items()})
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
     # Nor does a folder that has another name in every run, as that of a revision has, or a notebook's kernel.
     anew = tree or any(map(_ANEW.search, texts_of(command, here))) or any(s.endswith(".ipynb") for s in settings)
