@@ -115,8 +115,8 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     assert (found.verdict, found.seeds_needed) == (NOT_ENOUGH, None)
     assert f"{quality.SHOWS_HARM['tiny']:g}" in found.reason
     assert judged(trials).verdict == WORSE
-    seed, narrow = (replace(config, network="seed") for config in (BASE, BF16))
-    assert Trials(changed(trials, 0.05, network="seed")).verdict(seed, narrow, "code-1").verdict == WORSE
+    ddpm, narrow = (replace(config, network="ddpm") for config in (BASE, BF16))
+    assert Trials(changed(trials, 0.05, network="ddpm")).verdict(ddpm, narrow, "code-1").verdict == WORSE
     own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
     for gain, expected in ((0.0002, NOT_ENOUGH), (0.001, NOT_WORSE)):  # hardly any of it, and a little
         users = make.trials({"bf16": (BF16, 0.0)}, gain=gain, seed_noise=0.0001, pair_noise=1e-6)
@@ -132,7 +132,7 @@ def test_longer_trials_that_decide_nothing_take_nothing_back() -> None:
     assert str(judged([*few, *longer])) == str(judged(longer)), "where none decides, the longest says why"
 
 
-@pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
+@pytest.mark.parametrize("change", [{"network": "ddpm"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
 def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, Any]) -> None:
     base = replace(BASE, **change)
     narrow, same = replace(base, precision="bf16"), replace(base, freed_memory="kept")
@@ -272,18 +272,11 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged([*records, *longer]).verdict == WORSE
 
 
-def test_planted_harm_is_worse_and_the_default_is_not() -> None:
-    """Real images and the settings of ``run quality``, trained once for these losses.
-
-    Four seeds, of which there are no more of two configurations, give no verdict, but an interval.
-    """
-    file = Path(__file__).parents[1] / "docs" / "measured" / "quality-tiny.json"
-    planted = {
-        "fp32": RunConfig(global_batch_size=8),
-        "default": RunConfig(global_batch_size=8, precision="bf16"),
-        "weights in bf16": RunConfig(global_batch_size=8, workload="quality:weights_in_bf16"),
-        "learning rate 2": RunConfig(global_batch_size=8, optimizer=OptimizerConfig(learning_rate=2.0)),
-    }
+def planted(network: str, **changes: RunConfig) -> dict[str, quality.Equivalence]:
+    """Verdicts on losses that were trained once for them, with real images and the settings of ``run quality``."""
+    file = Path(__file__).parents[1] / "docs" / "measured" / f"quality-{network}.json"
+    base = RunConfig(global_batch_size=8, network=network)
+    known = {name.replace("_", " "): replace(config, network=network) for name, config in changes.items()}
     records = [
         make.record(
             replace(config, purpose="quality", seed=row["seed"], options=(("images", row["held_out"][-1]["images"]),)),
@@ -291,12 +284,28 @@ def test_planted_harm_is_worse_and_the_default_is_not() -> None:
             quality={"steps": 2_500, "held_out": row["held_out"], "weights_sha256": row["configuration"] + str(i)},
         )
         for i, row in enumerate(json.loads(file.read_text()))
-        if (config := planted.get(row["configuration"]))
+        if (config := {**known, "fp32": base}.get(row["configuration"]))
     ]
-    base = planted.pop("fp32")
-    found = {name: Trials(records).verdict(base, config, "code-1") for name, config in planted.items()}
-    rounded, default, fast = (found[name] for name in ("weights in bf16", "default", "learning rate 2"))
-    assert {(f.images, f.seeds) for f in (default, fast)} == {(20_000, 4)}
+    return {name: Trials(records).verdict(base, config, "code-1") for name, config in known.items()}
+
+
+ROUNDED = RunConfig(global_batch_size=8, workload="quality:weights_in_bf16")
+DEFAULT = RunConfig(global_batch_size=8, precision="bf16", kernels="fused")
+
+
+def test_planted_harm_is_worse_and_the_default_is_not() -> None:
+    """Four seeds, of which there are no more of two configurations, give no verdict, but an interval."""
+    fast = RunConfig(global_batch_size=8, optimizer=OptimizerConfig(learning_rate=2.0))
+    rounded, default, fast_one = planted(
+        "tiny", weights_in_bf16=ROUNDED, default=DEFAULT, learning_rate_2=fast
+    ).values()
+    assert {(f.images, f.seeds) for f in (default, fast_one)} == {(20_000, 4)}
     assert default.high < default.margin
-    assert fast.low > fast.margin
+    assert fast_one.low > fast_one.margin
     assert (rounded.verdict, rounded.images, rounded.seeds) == (WORSE, 20_000, 5)
+
+
+def test_planted_harm_is_worse_where_seed_has_just_the_loss_that_shows_harm() -> None:
+    rounded, default = planted("seed", weights_in_bf16=ROUNDED, default=DEFAULT).values()
+    assert (rounded.verdict, rounded.seeds) == (WORSE, 5)
+    assert (default.verdict, default.seeds, default.images) == (NOT_WORSE, 5, 5_000)

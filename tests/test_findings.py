@@ -341,7 +341,7 @@ def _value(typed: str, *, several: bool) -> Any:
 
 
 def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -> None:
-    for network, told in (("tiny", "ddpm-lab run amp --batch-size 64 --seeds 8"), ("seed", "")):  # can show only worse
+    for network, told in (("tiny", "ddpm-lab run amp --batch-size 64 --seeds 8"), ("ddpm", "")):  # can show only worse
         large = RunConfig(network=network, global_batch_size=64)
         study = make.study(make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large))
         assert findings.how_to_judge(study, answer(study).finding, trains=True) == told

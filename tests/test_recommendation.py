@@ -488,6 +488,7 @@ IN_BF16 = make.sets(
 KEPT_IN_BF16 = make.sets({"kept": (ALL_KEPT, 1.2)}, baseline=NARROW, experiment="bottleneck", family="bf16")
 """The same arithmetic as its baseline."""
 SEED = RunConfig(network="seed")
+LARGE = RunConfig(network="ddpm")
 """A network of which no loss is known at which harm shows."""
 
 
@@ -504,7 +505,7 @@ SEED = RunConfig(network="seed")
         (study(amp(0.8), memory(), harm=0.0), "freed memory kept", findings.ANSWERED, ""),
         (study(amp()), "bf16", question.UNTRIED, "ddpm-lab run amp --batch-size 32 --seeds 8"),
         (study(amp(data_name="1 of my images")), "bf16", question.UNTRIED, "ddpm-lab run amp --data DATA --batch"),
-        (study(amp(base=SEED), harm=0.0, base=SEED), "bf16", question.UNTRIED, ""),
+        (study(amp(base=LARGE), harm=0.0, base=LARGE), "bf16", question.UNTRIED, ""),
         (study(amp(), harm=0.05), None, findings.ANSWERED, ""),
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
         (study(amp(), KEPT_IN_BF16, harm=0.05), None, findings.ANSWERED, ""),  # that is worse
