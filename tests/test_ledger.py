@@ -271,6 +271,15 @@ def test_where_a_file_system_has_no_locks_all_go_on(tmp_path: Path, monkeypatch:
         assert files.lock(two)
 
 
+def test_where_a_file_system_syncs_no_folders_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: no_locks() if os.path.isdir(file) else real(file))  # noqa: PTH112
+    files.replace(tmp_path / "a", "whole", durable=True)
+    assert (tmp_path / "a").read_text() == "whole"
+
+
 def no_locks(*_: object) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 

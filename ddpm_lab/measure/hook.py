@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.machinery
-import importlib.util
 import json
 import os
 import sys

@@ -78,7 +78,7 @@ class Repository:
             refusal = f"git cannot check out {commit[:12]} in {folder}"
             for words in (("read-tree", commit), ("checkout-index", "--all", "--quiet", f"--prefix={folder}/")):
                 _git(self.root, *words, refusal=refusal, GIT_INDEX_FILE=index)
-            (folder.parent / ".git").mkdir()  # by which it is known where the repository of a file begins, at least
+            (folder.parent / ".git").mkdir()  # where the repository of a file begins, as is looked for
             yield folder
 
 

@@ -129,7 +129,7 @@ def look(
     settings = settings_among(group.read - written, (here, Path.cwd()), (*named, *map(Path, mine)))
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
-    held = sorted({(Path(file).name, source.sha256) for file, source in sources.items()})
+    held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
     # Nor does a folder that has another name in every run, as that of a revision has, or a notebook's kernel.
     anew = tree or any(map(_ANEW.search, texts_of(command, here))) or any(s.endswith(".ipynb") for s in settings)
