@@ -108,13 +108,19 @@ class Lab:
         return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder)
 
     def run(
-        self, experiment: Experiment, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True, **target: Any
+        self,
+        experiment: Experiment,
+        *,
+        stages: Sequence[str] = (PRIMARY, OTHERS),
+        look: bool = True,
+        yields: bool = False,
+        **target: Any,
     ) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
         self.sets, self.primaries, self.turns, self.alone = [], [], [], []
         self.traces.clear()
         made = self.campaign(experiment, **target)
-        made.run(Progress("test", quiet=True), stages=stages, look=look)
+        made.run(Progress("test", quiet=True), stages=stages, look=look, yields=yields)
         assert made.measured_sets == len(self.sets) + len(self.alone)
         return made
 

@@ -230,6 +230,16 @@ def test_sets_fill_the_time_and_the_least_may_overrun_it_by_half(lab: Lab) -> No
     assert len(lab.sets) == 2, "by the width of the interval"
 
 
+@pytest.mark.parametrize(("seconds", "sets"), [(79, 1), (81, 4)])
+def test_a_question_whose_least_sets_do_not_fit_leaves_its_time_to_others_that_wait(
+    lab: Lab, seconds: float, sets: int
+) -> None:
+    found = lab.run(ONE, seconds=seconds, yields=True)
+    assert (len(lab.sets), found.least_seconds()) == (sets, 30 * (4 - sets))
+    lab.run(ONE, seconds=600, yields=True)
+    assert measured(lab)["c1"] >= 4 - sets, "its set counts"
+
+
 def test_no_more_sets_are_measured_than_resolve_the_usual_difference(lab: Lab) -> None:
     lab.ledger.append(make.sets({}, experiment="other", count=50, turns=6, set_noise=0.005, turn_noise=1e-3))
     made = lab.run(ONE, seconds=30_000)

@@ -126,6 +126,7 @@ class Question:
         self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False, compiles: int = 0
     ) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
+        self.lacks, self.yields = 0.0, list[bool]()
         self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
         self.experiment = SimpleNamespace(families=())
@@ -133,10 +134,12 @@ class Question:
             missing=lambda: not complete,
             compiling_seconds=lambda: compiles * COMPILE_SECONDS,
             look=self.looks.append,
+            least_seconds=lambda: self.lacks,
         )
 
-    def measure(self, *, seconds: float, stages: Sequence[str], look: bool) -> Question:
+    def measure(self, *, seconds: float, stages: Sequence[str], look: bool, yields: bool = False) -> Question:
         assert not look, "all answers are shown at once, at the end"
+        self.yields.append(yields)
         if str(self.refusal):
             raise self.refusal
         self.lab.done.append((self.name, "+".join(stages), seconds))
@@ -194,6 +197,17 @@ def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Labo
             left -= left * share / waiting
     assert lab.now == pytest.approx(1600.0)
     assert [question.looks for question in lab.questions.values()] == [SHOWN] * 3
+
+
+def test_what_yielded_to_others_is_measured_with_what_they_left_where_its_least_sets_fit(lab: Laboratory) -> None:
+    lab.add("a", "b", "c", takes=0.5)
+    lab.questions["a"].lacks, lab.questions["b"].lacks = 500.0, 100.0
+    lab.measure(600)
+    primary = [(name, seconds) for name, stage, seconds in lab.done if stage == PRIMARY]
+    assert [name for name, _ in primary] == ["a", "b", "c", "b"]
+    used = sum(seconds for _, seconds in primary[:3]) / 2
+    assert primary[3][1] == pytest.approx(600 - used), "the whole rest: an answer is worth more than rows"
+    assert [q.yields[0] for q in lab.questions.values()] == [True, True, False]
 
 
 def test_too_little_time_for_the_first_comparison_is_refused_before_anything_is_measured(

@@ -65,14 +65,24 @@ class Campaign:
         self.begun = time.monotonic()
         self._stage_ends, self._stage_families = math.inf, 1
 
-    def run(self, progress: Progress, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True) -> None:
-        """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then."""
+    def run(
+        self,
+        progress: Progress,
+        *,
+        stages: Sequence[str] = (PRIMARY, OTHERS),
+        look: bool = True,
+        yields: bool = False,
+    ) -> None:
+        """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then.
+
+        With ``yields`` others wait for the time: a primary comparison whose least sets do not fit ends after one.
+        """
         self.begun = time.monotonic()
         families = self._before_sets(progress)
         primary, others = by_stage(families)
         if PRIMARY in stages:
             share = PRIMARY_PART if others and OTHERS in stages else 1.0
-            self._measure_stage(primary, progress, share, needed=True)
+            self._measure_stage(primary, progress, share, needed=True, yields=yields)
         if self.crowded_out:
             return  # what is shown is measured with fewer cores instead
         if OTHERS in stages:
@@ -91,6 +101,10 @@ class Campaign:
         new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
         singles = [*self._profiles(), *self._checks(), *self.lacks.trials(self.experiment.trials)]
         return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
+
+    def least_seconds(self) -> float:
+        """Forecast of the least sets that the primary comparison still lacks; none where the machine was too busy."""
+        return 0.0 if self.crowded_out else self.lacks.least_seconds(by_stage(self.experiment.families)[0])
 
     def compiling_seconds(self) -> float:
         """Forecast of the cold compiles that are missing."""
@@ -196,7 +210,9 @@ class Campaign:
 
     # Sets
 
-    def _measure_stage(self, families: Sequence[Family], progress: Progress, share: float, *, needed: bool) -> None:
+    def _measure_stage(
+        self, families: Sequence[Family], progress: Progress, share: float, *, needed: bool, yields: bool = False
+    ) -> None:
         """Measure sets of ``families`` in ``share`` of the time that is left.
 
         ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
@@ -217,6 +233,8 @@ class Campaign:
                 for family, (label, config) in no_time:
                     self._note(family.name, label, config, family.baseline, NO_TIME)
             if (job := self.lacks.next(families)) is None:
+                return
+            if yields and measured and now + self.lacks.least_seconds(families) > latest:
                 return
             family, candidates = job
             have, new = map(min, zip(*(self.lacks.progress_of(family, c) for _, c in candidates), strict=True))

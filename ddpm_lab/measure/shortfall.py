@@ -168,11 +168,8 @@ class Shortfall:
         families, left_out = list(families), list[tuple[Family, Row]]()
         while not (math.isinf(seconds) or self.target.exact):
             short = {f.name: self._short(f) for f in families}
-            lacking = [f for f in families if short[f.name]]
-            cut = [f for f in lacking if len(f.candidates) > fewest]
-            most = {f.name: max(lack for lack, _ in short[f.name]) for f in lacking}
-            need = sum(most[f.name] * self.set_seconds(f, len(short[f.name])) for f in lacking)
-            if not cut or need <= seconds:
+            cut = [f for f in families if short[f.name] and len(f.candidates) > fewest]
+            if not cut or self.least_seconds(families) <= seconds:
                 break
             longest = max(reversed(cut), key=lambda f: len(short[f.name]))
             row = short[longest.name][-1][1]
@@ -181,6 +178,11 @@ class Shortfall:
             place = families.index(longest)
             families[place : place + 1] = [dataclasses.replace(longest, candidates=kept)] if kept else []
         return families, left_out
+
+    def least_seconds(self, families: Sequence[Family]) -> float:
+        """Forecast of the least sets that families still lack."""
+        lacking = [(f, short) for f in families if (short := self._short(f))]
+        return sum(max(lack for lack, _ in short) * self.set_seconds(f, len(short)) for f, short in lacking)
 
     def _short(self, family: Family) -> list[tuple[int, Row]]:
         """Candidates that still get sets and have fewer than the least, with how many they lack."""

@@ -309,8 +309,9 @@ def combination(planned: Planned) -> Planned | None:
 def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: Callable[[str, str], None]) -> int:
     """Measure what questions (name -> settings) lack within ``seconds``; returns the sets that were added.
 
-    The primary comparisons of all come first, then with what time is left all others: a slow machine loses rows of
-    tables, and no answers. What has been shown before gets no further sets. ``say`` is called with a question and a
+    The primary comparisons of all come first, one that would take the time of the rest after these, then with what
+    time is left all others: a slow machine loses rows of tables, and few answers. What has been shown before gets no
+    further sets. ``say`` is called with a question and a
     line of progress, or with why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how
     the time is divided. Raises ConfigError, before anything is measured, if it is too short for the first comparison.
     """
@@ -332,8 +333,15 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
         weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
         left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
         with _going_on(name, say):
-            measured[name] = planned.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
+            seconds, yields = max(LEAST_SECONDS, left), count < len(asked) - 1
+            measured[name] = planned.measure(seconds=seconds, stages=(PRIMARY,), look=False, yields=yields)
             added_sets += measured[name].measured_sets
+    for name in sorted(measured, key=lambda name: measured[name].campaign.least_seconds()):
+        left = ends - time.monotonic()
+        if 0 < measured[name].campaign.least_seconds() <= left:
+            with _going_on(name, say):
+                measured[name] = measured[name].measure(seconds=left, stages=(PRIMARY,), look=False)
+                added_sets += measured[name].measured_sets
     with _going_on(RECOMMENDATION, say):
         of_this_machine = measured.get("amp") or next(iter(measured.values()), None)
         if of_this_machine and (combined := combination(of_this_machine)):

@@ -164,11 +164,16 @@ class Planned:
         return replace(self, campaign=again, on_cores=self.on_cores if same else None, before=0)
 
     def measure(
-        self, *, seconds: float | None = None, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True
+        self,
+        *,
+        seconds: float | None = None,
+        stages: Sequence[str] = (PRIMARY, OTHERS),
+        look: bool = True,
+        yields: bool = False,
     ) -> Planned:
         """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
 
-        What it returns is of fewer cores where the machine was too busy for all of them.
+        What it returns is of fewer cores where the machine was too busy for all of them. See ``Campaign.run``.
         """
         if seconds is None and self.campaign.target.seconds == 0:  # a page of a report, which measures for all of them
             if look:
@@ -184,7 +189,7 @@ class Planned:
                 planned = planned.renewed(seconds=time, decided=target.decided)
             campaign = planned.campaign
             try:
-                campaign.run(self.progress, stages=stages, look=look)
+                campaign.run(self.progress, stages=stages, look=look, yields=yields)
             except KeyboardInterrupt as stopped:
                 if not self.progress.in_notebook:  # the command line has a sentence of its own
                     raise
