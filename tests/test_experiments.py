@@ -41,6 +41,13 @@ def test_published_records_of_this_machine_go_before_later_ones(
     shown = experiments.run("peers", output_dir=tmp_path).study
     assert {r.machine.key for r in shown.records} == {hardware.machine().key}
     assert shown.published
+    ledger = Ledger(tmp_path / "checkout" / PUBLISHED / "others.jsonl")
+    large = RunConfig(network="s000")
+    slow = {"slow": (dataclasses.replace(large, read_loss=True), 0.5)}
+    ledger.append(make.sets(slow, baseline=large, experiment="peers"))
+    for asked, of in (("s000", "s000"), ("ddpm", RunConfig().network)):
+        answered = experiments.run("peers", network=asked, output_dir=tmp_path)
+        assert {r.config.network for r in answered.study.records} == {of}, "of this network, if there are any"
 
 
 def test_the_labs_trainer_and_ones_own_answer_apart(

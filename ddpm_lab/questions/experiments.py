@@ -45,7 +45,19 @@ from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRESETS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Experiment, Family, Space
+from ddpm_lab.plan import (
+    LEAST_SETS,
+    OTHERS,
+    PRESETS,
+    PRIMARY,
+    RECOMMENDATION,
+    SEARCH,
+    Cell,
+    Experiment,
+    Family,
+    Space,
+    usual_network,
+)
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
@@ -54,7 +66,7 @@ from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
-from ddpm_lab.training.setting import OWN_DATA, own_data
+from ddpm_lab.training.setting import OWN_DATA, own_data, usual_device
 
 PRIMARY_SHARE = 0.75  # of the time that is left, which the primary comparisons still to come may take
 LEAST_SECONDS = 12.0  # less time is not worth the start of a question
@@ -94,8 +106,10 @@ def run(
         shown = _stored(name, output_folder(output_dir), ledger, machine, workload=settings.get("workload"))
         _tell_idle(name, settings, "preset", "workload", how="without ledger and machine they are measured")
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
-        shown = _published(name, output_folder(output_dir))
-        _tell_idle(name, settings, "preset", how="published = False measures with them")
+        network, usual = settings.get("network"), usual_network(usual_device(settings.get("device")), name)
+        shown = _published(name, output_folder(output_dir), network, usual)
+        used = ["preset", "network"] if {r.config.network for r in shown.records} == {network} else ["preset"]
+        _tell_idle(name, settings, *used, how="published = False measures with them")
     else:
         shown = study_of(measure(name, output_dir=output_dir, **settings))
     return answer(dataclasses.replace(shown, bands=table))
@@ -119,17 +133,23 @@ def measured_here(name: str, output_dir: str | Path | None, *, workload: str | N
     return _stored(name, output, None, here, workload=workload, **of)
 
 
-def _published(name: str, output: Path) -> Study:
-    """The records of this machine for a question, or else the latest that came with the checkout, its own first."""
-    if (mine := measured_here(name, output)).records:
-        return mine
-    files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
-    heads = [(h, file) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
-    told = [(h.machine.key == hardware.machine().key, h.date, file, h.machine.key) for h, file in heads]
-    if not told:
-        return study([], name, output_dir=output)
-    *_, file, key = max(told)
-    return dataclasses.replace(_stored(name, output, file, key), published=True)
+def _published(name: str, output: Path, network: str | None, usual: str) -> Study:
+    """The records of this machine for a question, or else the latest that came with the checkout, its own first.
+
+    Those of a ``network`` that is asked for, or else among published ones of the ``usual`` one, go before others.
+    """
+    files, here = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl")), hardware.machine().key
+    heads = [(h, file) for file in files for h in Ledger(file).heads()[0] if h.experiment == name and h.role != TRIAL]
+    for of, of_published in ((network, network or usual), (None, usual), (None, None)):
+        if (mine := measured_here(name, output, network=of)).records:
+            return mine
+        told = [
+            (h.machine.key == here, h.date, f, h.machine.key) for h, f in heads if of_published in (None, h.network)
+        ]
+        if told:
+            *_, file, key = max(told)
+            return dataclasses.replace(_stored(name, output, file, key, network=of_published), published=True)
+    return study([], name, output_dir=output)
 
 
 def study_of(measured: Planned) -> Study:
