@@ -318,8 +318,6 @@ def _check_dest(job: Job, dest: Path) -> None:
     for given in job.given:
         if given.resolve().is_relative_to(dest.resolve()):
             raise DataError(f"{given} lies inside {dest}, which is emptied before it is prepared; choose another")
-    if (dest / LOCK).exists() and not (dest / LOCK).is_file():
-        raise DataError(f"{dest / LOCK} is no file; choose another folder")
     before = None
     with contextlib.suppress(DataError, OSError):
         before = read_manifest(dest)
