@@ -37,7 +37,6 @@ rings, without an algorithm, and NCCL takes multiples of 32 threads from 64 on (
 
 DDPM = "ddpm_lab.training.train:ddpm"
 LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
-SAMPLING = "ddpm_lab.diffusion.sampling:sampling"
 OWN = "ddpm_lab.training.own:own"
 OWN_LOADER = "ddpm_lab.training.own:loader_alone"
 """The workloads that run a training of the user's; their option ``make`` names it as module:function."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import records as make
 
-from ddpm_lab import config
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import BOTH_FP32, LIMITS, OURS, SAMPLING, Plan
+from ddpm_lab.plan import BOTH_FP32, LIMITS, OURS, Plan
 from ddpm_lab.record import RunRecord
 
 OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
@@ -30,11 +29,10 @@ def against(**values: Any) -> list[RunRecord]:
     return make.sets(candidates, family=FAMILY, failures=missing, **COMMON, **values)
 
 
-def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
-    base = dataclasses.replace(OWN, precision="fp32", **values)
-    change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
-    label = {"slow": (dataclasses.replace(base, **change), ratio)}
-    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, primary="", **COMMON)
+def in_fp32() -> list[RunRecord]:
+    base = dataclasses.replace(OWN, precision="fp32")
+    label = {"slow": (other("a", precision="fp32"), 0.8)}
+    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + BOTH_FP32, primary="", **COMMON)
 
 
 def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
@@ -60,4 +58,4 @@ def study(*records: RunRecord, **values: Any) -> Study:
     return Study(experiment="peers", records=records, output_dir=Path(), **values)
 
 
-WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, workload=config.SAMPLING), *machine())
+WHOLE = study(*against(), *in_fp32(), *machine())

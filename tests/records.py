@@ -252,8 +252,7 @@ def trials(
                 "steps": steps,
                 "losses": [end + 0.3 * 0.999 ** ((i + 1) * size) for i in range(steps)],
                 "held_out": [
-                    {"images": round(share * images), "step": 0, "loss": loss, "by_time": [loss] * 10}
-                    for share, loss in looks.items()
+                    {"images": round(share * images), "step": 0, "loss": loss} for share, loss in looks.items()
                 ],
                 "weights_sha256": f"{label}-{seed}",
                 "trainer": "code-1",

@@ -10,18 +10,9 @@ from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, st
 
 from ddpm_lab.explain import findings, phrases, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
+from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS
 from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer
-
-
-def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:
-    seen = {"ranks": [{"flop_per_image": 3.05e9}]}
-    told = [dataclasses.replace(r, witness=seen) if r.family.endswith(SAMPLING) else r for r in WHOLE.records]
-    for records, work in ((told, "3.05"), (WHOLE.records, phrases.DASH)):
-        rows = answer(study(*records)).table()
-        shown = {(r["Configuration"], r["Family"].removeprefix(FAMILY)): r["GFLOP/image"] for r in rows}
-        assert (shown["slow", SAMPLING], shown[f"{OURS} (baseline)", ""]) == (work, "8.00")
 
 
 def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
@@ -37,7 +28,7 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     assert findings.command_of(both, lever) == "ddpm-lab run peers --batch-size 32 --parts levers"
     (levers,) = (rows for caption, rows in answer(both).tables() if caption.startswith("What each setting"))
     assert column(levers, "Configuration")[-1] == "NCHW"
-    families = ["ddpm, batch 8", *(FAMILY + end for end in ("", SAMPLING, BOTH_FP32))]
+    families = ["ddpm, batch 8", *(FAMILY + end for end in ("", BOTH_FP32))]
     own = [row for row in answer(both).table() if row["Configuration"] == f"{OURS} (baseline)"]
     assert sorted(row["Family"] for row in own) == families
     assert len(answer(both).figure().axes) == len(families)

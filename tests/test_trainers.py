@@ -6,7 +6,7 @@ import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, FORMATS, LEVERS, SAMPLING, TUNED, Family
+from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, FORMATS, LEVERS, TUNED, Family
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
 from ddpm_lab.training.setting import Setup
@@ -66,12 +66,12 @@ def test_families_differ_in_what_they_say() -> None:
 def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
     here = setup(network="ddpm")
     assert {config.workload for _, config in peers(here).families[0].candidates} == {PEERS["diffusers"]}
-    assert not [f for f in peers(here).families if f.name.endswith((BOTH_FP32, SAMPLING))]
+    assert not [f for f in peers(here).families if f.name.endswith(BOTH_FP32)]
     for name in (PUBLISHED, "denoising-diffusion-pytorch"):
         with pytest.raises(ConfigError, match=rf"'{name}'.*'ddpm'"):
             peers(here, trainers=[name])
     assert peers(setup(network="s000"), trainers=list(PEERS)).families
-    for parts in (["fp32"], ["peers", "sampling"]):
+    for parts in (["fp32"], ["peers", "fp32"]):
         with pytest.raises(ConfigError, match=rf"'{parts[-1]}'.*network seed, not 'tiny'"):
             peers(setup(network="tiny"), parts=parts)
         with pytest.raises(ConfigError, match=rf"'{parts[-1]}'.*among trainers"):

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
@@ -82,7 +81,7 @@ class Ranks:
             return [problem, None]
         if method == "save":
             write(Path(arguments["path"]), made(self.config, self.step))
-        return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
+        return [{"loss": 0.5} if method == "held_out_loss" else None, None]
 
 
 @pytest.fixture
@@ -153,17 +152,16 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
 def test_slow_steps_are_saved_by_the_clock(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of four minutes, in chunks of five after the first; it stays until the next checkpoint."""
+    """Steps of four minutes, in chunks of five after the first."""
     now = [0.0]
 
     def passes(what: str, _: int) -> None:
         now[0] += 240 * (what == "loss")
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    group = ranks(passes)
+    ranks(passes)
     run(tmp_path, 8, save_every=1000, **NEVER)
-    assert [value for name, value in group.calls if name == "save"] == [6, 8]
-    assert steps_in(tmp_path) == [8]
+    assert steps_in(tmp_path) == [6, 8]
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -182,37 +180,6 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     group = ranks()
     assert run(tmp_path, 30).step == 30
     assert group.calls == [], "there is nothing left to do"
-
-
-def test_a_run_that_ends_before_its_first_average_says_so(
-    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = list[str]()
-    monkeypatch.setattr(Progress, "done", lambda _, text: told.append(text))
-    for steps, said in ((9, True), (10, False)):
-        ranks()
-        run(tmp_path / str(steps), steps)
-        assert any("those of the start before step 10" in text for text in told) is said
-        assert training_run.TEXTURES in told
-        told.clear()
-
-
-def test_when_samples_show_objects_is_said_once(
-    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks make 40 images/s, and the first chunk of one step says nothing of the speed."""
-    told = list[str]()
-    monkeypatch.setattr(Progress, "stay", lambda _, text: told.append(text))
-    monkeypatch.setattr(training_run, "OBJECTS", {"tiny": 4_843})
-    for size, steps, more in ((32, 20, ": give --steps 606 or more"), (32, 606, ""), (8, 20, None), (32, 620, None)):
-        ranks()
-        told.clear()
-        run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
-        said = [text for text in told if "4,843 images: here after step 606, in 2 min" in text]
-        assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
-    told.clear()
-    run(tmp_path / "large", 9, config=dataclasses.replace(CONFIG, image_size=32, global_batch_size=24), **NEVER)
-    assert not any("showed objects" in text for text in told), "of such batches it is not known"
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -287,9 +254,7 @@ def test_a_run_that_learns_something_else_is_refused(
     group = ranks()
     others: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed is 1, and was 0"),
-        ({"mirror": False}, "mirror is False, and was True"),
         ({"data_sha256": "ab"}, "data_sha256 is 'ab'.* and the images as they were"),
-        ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
         ({"optimizer": OptimizerConfig(clip_norm=2.0)}, r"optimizer\.clip_norm is 2\.0, and was 1\.0"),
     ]
     for settings, words in others:
@@ -367,14 +332,10 @@ BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
     ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
     ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3"),
     ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
-    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}"),
     ("[train]\nmagic = 1", None, {}, "'magic'"),
-    ("train = 3", {}, {}, "train is 3"),
     ("workload = 'os:system'", None, {}, "workload"),
     ("world_size = 2\n[exchange]\nenabled = false", None, {}, "exchange.enabled"),
     (f"data_sha256 = '{'0' * 64}'", None, {}, "data_sha256 names: give those with --data"),
-    ("network = ", None, {}, "is not TOML"),
-    ("", None, {"data": ""}, "a path is empty"),
 ]
 
 
@@ -437,17 +398,6 @@ def test_the_first_signal_is_noted_a_repeat_is_not_and_the_second_ends() -> None
         assert signal.getsignal(first) == before
     with Stop(), pytest.raises(Stopped):  # before there is anything to save
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_signal_in_a_finalizer_which_drops_what_is_raised_ends_the_run_all_the_same() -> None:
-    class Finalized:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = sys.unraisablehook
-    with Stop(), pytest.raises(Stopped):
-        time.sleep(5 * bool(Finalized()))
-    assert sys.unraisablehook is before
 
 
 def test_a_run_is_as_fast_as_its_last_settings(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

@@ -70,18 +70,17 @@ class Inference:
 
     It holds a copy of ``network``, so that training may go on; give it the averaged weights. Of ``config`` it takes
     precision, compile, compile_mode and channels_last. Predictions are in the number format of the network's last
-    layer, and channels-last if the network is. TF32 is allowed or forbidden for the whole process, as in training. The
-    implementation "plain" runs the way it is usually written: the network itself, autocast where it is asked for.
+    layer, and channels-last if the network is. TF32 is allowed or forbidden for the whole process, as in training.
     Raises Unsupported for what this machine cannot do.
     """
 
     def __init__(self, network: AnyUNet, config: RunConfig, device: torch.device | str) -> None:
         require(config)
-        self.config, self.device, self.plain = config, torch.device(device), isinstance(network, ReferenceUNet)
+        self.config, self.device = config, torch.device(device)
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         allow_tf32(config.precision == "tf32")
         torch.backends.cudnn.benchmark = True
-        self.network = network if self.plain else self._prepared(network)
+        self.network = self._prepared(network)
         if config.compile == "regional":
             compile_stages(self.network, config.compile_mode)
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
@@ -125,5 +124,5 @@ class Inference:
         }
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        with torch.no_grad() if self.plain else torch.inference_mode(), autocast(self.config, self.device):
-            return self.model(x if self.plain else x.contiguous(memory_format=self.format), t)
+        with torch.inference_mode(), autocast(self.config, self.device):
+            return self.model(x.contiguous(memory_format=self.format), t)

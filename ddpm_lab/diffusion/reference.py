@@ -1,8 +1,7 @@
-"""The seed network and its sampler as code of their kind is usually written: the implementation "plain".
+"""The seed network as code of its kind is usually written: the implementation "plain".
 
-NCHW images, 1x1 convolutions, einsum, a LayerNorm by hand; tables in single precision, looked up anew in each step. It
-computes what ``unet`` and ``sampling`` compute and shares none of their code: they are tested against it, and their
-speed is compared with it.
+NCHW images, 1x1 convolutions, einsum, a LayerNorm by hand. It computes what ``unet`` computes and shares none of its
+code: that is tested against it, and its speed is compared with it.
 """
 
 import math
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_lab.diffusion.blocks import UNetConfig
-from ddpm_lab.diffusion.process import Diffusion, Network
 from ddpm_lab.diffusion.unet import UNet
 
 
@@ -168,51 +166,3 @@ def reference(network: UNet) -> ReferenceUNet:
         for mine, theirs in zip(copy.parameters(), network.parameters(), strict=True):
             mine.copy_(theirs.reshape(mine.shape))
     return copy.to(next(network.parameters()).device)
-
-
-class ReferenceSampler(nn.Module):
-    """Ancestral sampling (Ho et al. 2020, algorithm 2), estimates of x0 clipped to [-1, 1]; ``network`` predicts."""
-
-    def __init__(self, network: Network, diffusion: Diffusion) -> None:
-        super().__init__()
-        self.network, self.objective = network, diffusion.config.objective
-        betas = diffusion.betas
-        alphas_cumprod = torch.cumprod(1 - betas, dim=0)
-        alphas_cumprod_prev = F.pad(alphas_cumprod[:-1], (1, 0), value=1.0)
-        posterior_variance = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
-        tables = {
-            "sqrt_alphas_cumprod": alphas_cumprod.sqrt(),
-            "sqrt_one_minus_alphas_cumprod": (1 - alphas_cumprod).sqrt(),
-            "sqrt_recip_alphas_cumprod": (1 / alphas_cumprod).sqrt(),
-            "sqrt_recipm1_alphas_cumprod": (1 / alphas_cumprod - 1).sqrt(),
-            "posterior_log_variance_clipped": posterior_variance.clamp(min=1e-20).log(),
-            "posterior_mean_coef1": betas * alphas_cumprod_prev.sqrt() / (1 - alphas_cumprod),
-            "posterior_mean_coef2": (1 - alphas_cumprod_prev) * (1 - betas).sqrt() / (1 - alphas_cumprod),
-        }
-        for name, table in tables.items():
-            self.register_buffer(name, table.to(torch.float32))
-
-    def predict_x0(self, x: Tensor, t: Tensor) -> Tensor:
-        """The x0 that the network sees in x, clipped."""
-        output = self.network(x, t)
-        if self.objective == "noise":
-            x0 = self.of("sqrt_recip_alphas_cumprod", t) * x - self.of("sqrt_recipm1_alphas_cumprod", t) * output
-        elif self.objective == "x0":
-            x0 = output
-        else:
-            x0 = self.of("sqrt_alphas_cumprod", t) * x - self.of("sqrt_one_minus_alphas_cumprod", t) * output
-        return x0.clamp(-1.0, 1.0)
-
-    def of(self, name: str, t: Tensor) -> Tensor:
-        """The table ``name`` at t (N,), so that it broadcasts over images."""
-        return self.get_buffer(name).gather(-1, t).reshape(len(t), 1, 1, 1)
-
-    @torch.no_grad()
-    def p_sample(self, x: Tensor, time: int, generator: torch.Generator) -> Tensor:
-        """Images x (N, 3, H, W) at ``time`` to x at ``time`` - 1."""
-        t = torch.full((x.shape[0],), time, device=x.device, dtype=torch.long)
-        x0 = self.predict_x0(x, t)
-        mean = self.of("posterior_mean_coef1", t) * x0 + self.of("posterior_mean_coef2", t) * x
-        log_variance = self.of("posterior_log_variance_clipped", t)
-        noise = torch.randn(x.shape, generator=generator, device=x.device) if time > 0 else 0.0
-        return mean + (0.5 * log_variance).exp() * noise

@@ -1,29 +1,22 @@
-"""Samplers: a function for each that works out its steps, one that takes a step, and the workload of sampling.
+"""Samplers: a function for each that works out its steps, and one that takes a step.
 
 A sampler is a list of steps worked out beforehand, so that between two evaluations of the network there is a handful of
 operations on the images, and nothing waits for the device.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion.network import Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion, Network
-from ddpm_lab.diffusion.reference import ReferenceSampler
-from ddpm_lab.diffusion.step import Untrained
-from ddpm_lab.diffusion.unet import count_flops, count_parameters
-from ddpm_lab.workload import RankContext
 
 GAP = 2
 """Pixels between the images of a grid."""
-_NOISE = 4  # the purposes 1 to 3 are those of ``data/draws.py``
 
 
 class Step(NamedTuple):
@@ -65,11 +58,11 @@ def ddim_steps(diffusion: Diffusion, steps: int) -> list[Step]:
 
 
 @torch.no_grad()
-def denoise(network: Network, step: Step, x: Tensor, *, generator: torch.Generator) -> Tensor:
+def denoise(network: Network, step: Step, x: Tensor, noise: Callable[[], Tensor]) -> Tensor:
     """The images x (N, 3, H, W) one step further, in the memory format of what the network returns; x stays as it is.
 
-    The network may predict in half precision: what becomes of its prediction has the precision of x. Noise comes from
-    ``generator``, on its device.
+    The network may predict in half precision: what becomes of its prediction has the precision of x. ``noise`` draws
+    images of standard normal noise, where the step has any.
     """
     t = torch.full((len(x),), step.time, device=x.device)
     # The weight stands at x, and the scale afterwards: where x is nearly all noise both terms are thousands of times
@@ -77,8 +70,7 @@ def denoise(network: Network, step: Step, x: Tensor, *, generator: torch.Generat
     x0 = torch.add(network(x, t), x, alpha=step.x0_ratio).mul_(step.x0_scale).clamp_(-1, 1)
     following = x0.mul_(step.of_x0).add_(x, alpha=step.of_x)
     if step.of_noise > 0:
-        noise = torch.randn(x.shape, generator=generator, device=x.device)
-        following.add_(noise, alpha=step.of_noise)
+        following.add_(noise(), alpha=step.of_noise)
     return following
 
 
@@ -122,68 +114,3 @@ def image_grid(images: Tensor) -> npt.NDArray[np.uint8]:
         top, left = index // columns * (height + GAP), index % columns * (width + GAP)
         grid[top : top + height, left : left + width] = image
     return grid
-
-
-class Sampling(Untrained):
-    """A workload: one rank samples its share of a batch over and over, all timesteps, then from fresh noise.
-
-    Every step is one of ancestral sampling, the network's evaluation and the update after it. The network is freshly
-    built, with the same weights in every implementation: these are also its averaged weights, since it has not been
-    trained. Implementation "plain" is the reference network in the reference sampler. Raises Unsupported for what this
-    machine cannot do.
-    """
-
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
-        self.device = torch.device(context.device)
-        size = config.image_size
-        self.shape = (len(rank_share(config.global_batch_size, context.rank, context.world_size)), 3, size, size)
-        diffusion = Diffusion(config.diffusion)
-        state = np.random.SeedSequence([config.seed, _NOISE, context.rank]).generate_state(1, np.uint64)
-        self.generator = torch.Generator(self.device).manual_seed(int(state[0]))
-        torch.manual_seed(config.seed)  # the same weights on every rank
-        self.evaluate = Inference(configured_network(config, self.device), config, self.device)
-        self.walk = ddpm_steps(diffusion, diffusion.timesteps)
-        self.reference = ReferenceSampler(self._predict, diffusion).to(self.device) if self.evaluate.plain else None
-        self.steps = self.done = 0
-        self.x = torch.empty(0)
-
-    def _predict(self, x: Tensor, t: Tensor) -> Tensor:
-        """The network's prediction, a phase of the time budget; what follows it is another."""
-        self.context.mark("forward")
-        prediction = self.evaluate(x, t)
-        self.context.mark("update")
-        return prediction
-
-    def step(self, batch: Any) -> Tensor:
-        """One denoising step of this rank's images; returns their mean, still on the device."""
-        del batch
-        if self.done == 0:
-            self.context.mark("noise")
-            self.x = torch.randn(self.shape, generator=self.generator, device=self.device)
-        step = self.walk[self.done]
-        if self.reference is None:
-            self.x = denoise(self._predict, step, self.x, generator=self.generator)
-        else:
-            self.x = self.reference.p_sample(self.x, step.time, self.generator)
-        self.done = (self.done + 1) % len(self.walk)
-        self.steps += 1
-        return self.x.mean()
-
-    def witness(self) -> dict[str, Any]:
-        seen = self.evaluate.witness()
-        if not self.steps:
-            del seen["kernels"]
-        return {
-            "parameters": count_parameters(self.evaluate.network),
-            "weights_device": str(next(self.evaluate.network.parameters()).device),
-            "sampler": "ddpm",
-            "sampler_steps": len(self.walk),
-            "flop_per_image": count_flops(self.config.network, image_size=self.config.image_size)[0],
-            "images": self.steps * self.shape[0],
-            **seen,
-        }
-
-
-sampling = Sampling
-"""The workload, as configurations name it."""

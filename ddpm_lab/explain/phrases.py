@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
+from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
 from ddpm_lab.explain.selection import Study
@@ -155,7 +155,7 @@ def context(study: Study, *, batch: bool = True) -> str:
     shown = [r for r in shown if not r.family.endswith(LOST)] or shown
     configs = [r.config for r in shown]
     own, parts = [c for c in configs if c.is_own], [study.hardware]
-    if ours := any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs):
+    if ours := any(c.workload in (DDPM, LOADER_ALONE) for c in configs):
         sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
         parts.append(f"{_values(c.network for c in configs)} network, {sizes} images")
     parts.append(_values(map(work, own)))

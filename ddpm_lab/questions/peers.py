@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import findings, machine_state, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
@@ -31,11 +31,10 @@ PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFF
 """Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
 BEYOND_SEED = ("diffusers",)
 """Those that have a network of another family too; the others' networks are of the seed family."""
-PARTS = ("peers", "fp32", "sampling", "limits", "levers")
+PARTS = ("peers", "fp32", "limits", "levers")
 
 _PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
 _PLAIN |= {"compile": "off", "loader": "packed"}
-SAMPLED = 16  # images sampled at once
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
 TITLE = "How fast is this trainer beside others, and how far from the limit?"
@@ -59,11 +58,11 @@ def peers(
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
-    if PUBLISHED not in asked and (empty := [part for part in ("fp32", "sampling") if part in (parts or ())]):
+    if PUBLISHED not in asked and "fp32" in (parts or ()):
         missing = "that trainer among trainers" if PUBLISHED in able else f"network seed, not {setup.network!r}"
         raise ConfigError(
-            f"parts has {empty[0]!r}, which compares with {PUBLISHED} alone and needs {missing}: give that, or leave "
-            "the part out"
+            f"parts has 'fp32', which compares with {PUBLISHED} alone and needs {missing}: give that, or leave the "
+            "part out"
         )
     ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **usual_settings(setup.device))
     name = setup.family_name(batch)
@@ -76,13 +75,12 @@ def peers(
             baseline_label=OURS,
             candidates=((PUBLISHED, replace(_as_it_comes(ours, PUBLISHED), precision="fp32")),),
         ),
-        "sampling": lambda: _sampling(ours, setup),
         "limits": lambda: _limits(ours, f"{LIMITS}, {setup.network}"),
         "levers": lambda: _levers(ours, f"{name}{LEVERS}", setup),
     }
     wanted = set(parts or PARTS)
     if PUBLISHED not in asked:
-        wanted -= {"fp32", "sampling"}
+        wanted -= {"fp32"}
     if setup.preset != "full" and parts is None:
         wanted.discard("levers")
     profiled = ((name, OURS, replace(ours, purpose="profile")),) if "limits" in wanted else ()
@@ -146,14 +144,6 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
         read_loss=False,
         options=(*_package(peer), *(((plan.FLASH_ATTENTION, True),) if flash else ())),
     )
-
-
-def _sampling(ours: RunConfig, setup: Setup) -> Family:
-    """A denoising step of ancestral sampling, beside the published code's sampler."""
-    here = replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    published = replace(here, implementation="plain", precision=torchs_precision(ours.device), **_PLAIN)
-    name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
-    return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
@@ -252,9 +242,9 @@ def _turned(row: Comparison) -> Comparison:
 
 def this_trainer(study: Study) -> Comparison | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    # Trained as both sides do it best: neither in fp32 alone, nor sampling.
+    # Trained as both sides do it best: not in fp32 alone.
     rivals = [r for r in comparisons(study) if _is_rival(r.family)]
-    trained = [r for r in rivals if not r.family.endswith((BOTH_FP32, plan.SAMPLING))]
+    trained = [r for r in rivals if not r.family.endswith(BOTH_FP32)]
     others = Counter(r.family for r in trained if r.role == "candidate" and r.sets)
     mine = [r for r in trained if r.role == "baseline" and r.sets]
     return max(mine, key=lambda r: others[r.family], default=None)
@@ -285,7 +275,7 @@ def table(study: Study) -> Table:
         wanted = (row.run_id, row.family, row.role, "ok")
         records = [r for r in study.records if (r.run_id, r.family, r.role, r.status) == wanted]
         seen = rank_zero(records[-1]) if records else {}
-        # A peer and a sampler count their own work, that of the lab's trainer is with the limits.
+        # A peer counts its own work, that of the lab's trainer is with the limits.
         flop = seen.get("flop_per_image", 0.0)
         if row.config.workload == DDPM:
             flop = flop or sum(part.get("flop", 0.0) for part in _work(study, row.config).values())

@@ -165,5 +165,5 @@ class Peer(Step):
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
-        _, flop = count_flops(self.unet, image_size=self.config.image_size)
+        flop = count_flops(self.unet, image_size=self.config.image_size)
         return {**super().witness(), "adam": adam_seen(self.optimizer), "flop_per_image": flop, **self.seen()}

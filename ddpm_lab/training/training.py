@@ -27,9 +27,8 @@ from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, e
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
-STRATA = 10
 _SEED, _AT_ONCE = 20_061_968, 64
-_NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``sampling.py``
+_NOISE = 5  # the purposes 1 to 3 are those of ``data/draws.py``
 
 
 def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
@@ -38,7 +37,6 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
     # The noise of an image comes from its number and the seed alone; on the CPU, whatever device samples. A generator
     # of torch takes 32 bits of a seed: of a hundred thousand images two would be the same.
     generators = [np.random.default_rng([evaluate.config.seed, _NOISE, number]) for number in numbers]
-    unused = torch.Generator(device)
 
     def noise() -> Tensor:
         drawn = [generator.standard_normal((3, size, size), dtype=np.float32) for generator in generators]
@@ -47,9 +45,7 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
     x = noise()
     for step in steps:
         mark("denoising")
-        x = denoise(evaluate, step._replace(of_noise=0.0), x, generator=unused)
-        if step.of_noise > 0:
-            x.add_(noise(), alpha=step.of_noise)
+        x = denoise(evaluate, step, x, noise)
     return x.clamp_(-1, 1)
 
 
@@ -146,7 +142,7 @@ class Training(Trainer):
 
     @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
-        """Loss of the averaged weights on held-out images, and of up to ten ranges of timesteps; None but on rank 0.
+        """Loss of the averaged weights on held-out images; None but on rank 0.
 
         The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are
         stratified; images take turns in a fixed random order. Timesteps, noise and images are functions of the data and
@@ -176,10 +172,7 @@ class Training(Trainer):
                 found = diffusion.prediction_loss(prediction, x0[few], times[few], noise[few])
                 losses.append(found.double().cpu())
         allow_tf32(self.config.precision == "tf32")
-        ranges = min(STRATA, diffusion.timesteps)
-        each, strata = torch.cat(losses), t * ranges // diffusion.timesteps
-        by_time = [float(each[strata == s].mean()) for s in range(ranges)]
-        return {"step": self.steps, "loss": float(each.mean()), "by_time": by_time}
+        return {"step": self.steps, "loss": float(torch.cat(losses).mean())}
 
     def draw_png(self, *, count: int, steps: int) -> str | None:
         """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""

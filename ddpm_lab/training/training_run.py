@@ -40,10 +40,6 @@ GRID_IMAGES, GRID_STEPS = 36, 50
 NOT_LEARNED = ("optimizer.adam", "optimizer.ema", "optimizer.learning_rate")
 """Settings of the optimizer of which a resumed run may have others."""
 NETWORK, BATCH = "seed", {"cpu": 16, "cuda": 128}
-OBJECTS, OBJECTS_BATCH = {"seed": 100_000}, 16
-"""Images of CIFAR-10 after which samples of one run showed objects, in batches of 16 (docs/training.md); fewer, larger
-steps may take more."""
-TEXTURES = "tiny is for measuring: after 620,000 images of CIFAR-10 samples were still textures; seed shows objects"
 TABLE = "train"
 
 
@@ -212,11 +208,6 @@ def train(
         run.open_log(step)
         times, tracked = dataclasses.asdict(schedule), None
         run.write_settings(config, times, why)
-        if schedule.steps < (first := config.optimizer.ema_every):
-            of = "samples and held-out losses are of averaged weights, which are those of the start before"
-            progress.done(f"{of} step {first} (optimizer.ema_every): sample has --weights trained")
-        if config.network == "tiny":
-            progress.done(TEXTURES)
         if tracker:
             logging = TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done)
             tracked = stack.enter_context(logging)
@@ -274,9 +265,7 @@ class _Run:
     step_seconds: float = math.inf
     loss: float | None = None
     held_out: float | None = None
-    told: bool = False  # when samples may show objects
     saved_at: float = 0.0  # on the clock of this process
-    unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
@@ -353,13 +342,10 @@ class _Run:
             if not math.isfinite(found["loss"]):
                 raise self._failed(f"the held-out loss {DIVERGED.format(self.step)}")
             self.held_out = found["loss"]
-            rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
+            rows[-1]["held_out_loss"] = found["loss"]
         self._log(rows)
-        if due(self.schedule.save_every, self.step):
+        if due(self.schedule.save_every, self.step) or time.monotonic() - self.saved_at > SAVE_SECONDS:
             self._save(group)
-        elif time.monotonic() - self.saved_at > SAVE_SECONDS:
-            self._save(group)
-            self.unasked = self.run.checkpoint(self.step)
         if due(self.schedule.sample_every, self.step):
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
@@ -379,9 +365,6 @@ class _Run:
         self.run.sync_log()
         self._call(group, "save", path=str(self.run.checkpoint(self.step)))
         self.saved, self.saved_at = self.step, time.monotonic()
-        if self.unasked:
-            self.unasked.unlink(missing_ok=True)
-            self.unasked = None
         self.run.keep(self.schedule.keep)
 
     def _call(self, group: Group, method: str, **arguments: Any) -> None:
@@ -396,14 +379,6 @@ class _Run:
         self.progress.expect(left if known and self.step < self.schedule.steps else None)
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
-        shown = math.ceil(OBJECTS.get(self.config.network, 0) / self.config.global_batch_size)
-        seen = self.config.image_size == 32 and self.config.global_batch_size <= OBJECTS_BATCH
-        if known and not self.told and self.step < shown and seen:
-            minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
-            more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
-            of = f"samples of CIFAR-10 showed objects after some {OBJECTS[self.config.network]:,} images"
-            self.progress.stay(f"{of}: here after step {shown:,}, in {minutes:,.0f} min{more}")
-        self.told |= known
 
     def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
