@@ -16,7 +16,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from conftest import Call, done_alone
-from fresh_processes import context
 from PIL import Image
 from test_archives import Payload
 
@@ -43,7 +42,7 @@ from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training import fid as module
-from ddpm_lab.training.fid import Fid, plan_fid
+from ddpm_lab.training.fid import plan_fid
 from ddpm_lab.training.setting import usual_settings
 
 Tried = Callable[..., RunRecord]
@@ -235,26 +234,6 @@ def test_a_trials_fid_is_the_closed_formula(pictures: RunConfig, inception: str,
     assert expected > 1
     assert (found["images"], found["training_images"]) == (MOST_IMAGES, MOST_IMAGES)
     assert found["inception_sha256"] == hashlib.sha256(Path(inception).read_bytes()).hexdigest()
-
-
-@pytest.mark.slow
-def test_what_is_kept_of_the_training_images_is_what_was_found(
-    pictures: RunConfig, inception: str, tmp_path: Path
-) -> None:
-    options = {"inception": inception, "sha256": hashlib.sha256(Path(inception).read_bytes()).hexdigest()}
-    config = replace(pictures, options=tuple(options.items()))
-    np.save(tmp_path / "generated.npy", np.zeros((2, 32, 32, 3), dtype=np.uint8))
-    sums = []
-    for kept in (False, True, False):
-        seen: list[str] = []
-        fid = Fid(config, context(mark=seen.append))
-        fid.metric.compute = lambda: torch.tensor(0.0)  # takes longest, and is tested above
-        fid.distance(generated=str(tmp_path / "generated.npy"), count=2, cache=str(tmp_path / "cache"))
-        assert ("training images" not in seen) == kept
-        if kept:
-            next((tmp_path / "cache").iterdir()).write_bytes(b"torn")
-        sums.append([getattr(fid.metric, name) for name in module._SUMS])
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*sums, strict=True))
 
 
 # What it needs

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import done_alone
 from fresh_processes import context
-from test_config import NEEDS, OTHER
 from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
@@ -19,7 +18,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.measure.alone import WARM_STEPS, compare_gradients
 from ddpm_lab.record import FLIP_BOUNDS as FLIPS
 from ddpm_lab.record import gradient_fault as fault
-from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_check, plain
+from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.training.train import Trainer
 
 CONTEXT = context()
@@ -200,18 +199,3 @@ def test_a_layer_alone_keeps_nobody_from_training_and_what_cannot_be_judged_does
     for found in (made(told(None, nonfinite=9), nonfinite=9), made(told(loss=None)), made(told(ranks_error=None))):
         assert fault(found, layers=False)
     assert not fault(made(told(skipped=True), told(1e-3), precision="fp16")), "skipped steps are not judged"
-
-
-DECIDES = {
-    *("network", "image_size", "attention_axis", "diffusion", "optimizer", "global_batch_size", "seed", "data_sha256"),
-    *("mirror", "workload", "purpose", "device", "threads", "data", "options"),
-}
-"""What is learned, by what, and where."""
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_a_setting_is_plain_in_what_others_are_compared_with_unless_it_decides_what_is_learned(name: str) -> None:
-    """So a new one is compared with a step that does not have it."""
-    start = dataclasses.replace(RunConfig(loader="files", device="cuda"), **NEEDS.get(name, {}))
-    changed = dataclasses.replace(start, **{name: OTHER[name]})
-    assert (plain(changed) != plain(start)) == (name in DECIDES)

@@ -165,13 +165,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(kernels.linear_attention(qkv, 3), attended)
 
 
-def test_what_has_another_shape_is_refused() -> None:
-    """The kernel would read beyond its end."""
-    for name in ("before", "scale_shift", "residual"):
-        with pytest.raises(ValueError, match=rf"{name} is \(2, 3\)"):
-            kernels.group_norm(torch.randn(2, 8, 4, 4), nn.GroupNorm(2, 8), **{name: torch.randn(2, 3)})  # type: ignore[arg-type]
-
-
 SAME, HALVED, DOUBLED, POINT = (3, 1, 1, False), (4, 2, 1, False), (4, 2, 1, True), (1, 1, 0, False)
 """Taps, stride, padding, and whether transposed."""
 CONVOLUTIONS = (  # kind, images, inputs, outputs, height, width, threads
@@ -257,14 +250,10 @@ def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "kernels.cpp"
     monkeypatch.setattr(kernels, "SOURCE", broken)
-    other = tmp_path / "other"
-    other.write_text('#!/bin/sh\n[ "$1" = --version ] && echo other || exec g++ "$@"\n')
-    other.chmod(0o755)
     unknown = "void nowhere(); void here() { nowhere(); }"  # as of another OpenMP than torch's
     for compiler, source, words in (
         ("g++", "int main( {", "did not compile"),
-        (str(other), unknown, "cannot be loaded.*CXX=g"),
-        ("g++", unknown, "cannot be loaded.*: set XDG_CACHE_HOME"),  # as in a folder mounted noexec
+        ("g++", unknown, "cannot be loaded.*set XDG_CACHE_HOME"),  # as in a folder mounted noexec
     ):
         monkeypatch.setenv("CXX", compiler)
         broken.write_text(source)

@@ -142,7 +142,6 @@ def test_cuda_graphs_are_recorded_on_a_gpu(synthetic: RunConfig, mode: str) -> N
     assert seen["compile_mode"] == mode
     assert seen["cuda_graphs"] >= 2, "forward and backward"
     assert mismatches(label, [seen]) == []
-    assert mode != "max-autotune" or seen["autotuned"] > 0
 
 
 LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)

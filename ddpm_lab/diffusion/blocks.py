@@ -6,7 +6,6 @@ follows it in one kernel, an upsampled image without its copies of pixels, gradi
 mathematics is the same.
 """
 
-import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -189,7 +188,6 @@ class Stage(nn.Module):
 
 PRODUCTS_UP_TO = 256
 """Tokens up to which attention is plain products: the logits of more take more memory than they are worth."""
-_FLAG = threading.Lock()
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     precision meanwhile may be rounded too.
     """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _FLAG, torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False):
         before, settings.fp32_precision = settings.fp32_precision, "bf16"
         try:
             return a.float() @ b.float()

@@ -102,13 +102,8 @@ inline void sigmoids(const Lanes (&z)[V], Lanes (&out)[V]) {
   EACH(V) out[i] = 1.0f / out[i];
 #endif
 }
-#ifdef __clang__
-#define SHUFFLED(V, ...) __builtin_shufflevector(V, V, __VA_ARGS__)
-#else
-#define SHUFFLED(V, ...) __builtin_shuffle(V, Whole{__VA_ARGS__})
-#endif
 template <int BY, int... I>
-inline Lanes exchanged(Lanes v, std::integer_sequence<int, I...>) { return SHUFFLED(v, (I ^ BY)...); }
+inline Lanes exchanged(Lanes v, std::integer_sequence<int, I...>) { return __builtin_shuffle(v, Whole{(I ^ BY)...}); }
 // The lanes joined in pairs until one is left.
 template <int BY = WIDTH / 2, typename F>
 inline float joined(Lanes v, F&& join) {

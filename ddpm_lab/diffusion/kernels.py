@@ -83,8 +83,7 @@ def library() -> dict[str, Callable[..., None]]:
         loaded = ctypes.CDLL(str(path))
     except OSError as problem:  # of a folder mounted noexec, or another OpenMP than the one that torch has loaded
         path.unlink(missing_ok=True)
-        gnu = "Free Software Foundation" in asked.stdout
-        advice = "set XDG_CACHE_HOME to a folder that code may be run from" if gnu else "use g++ (CXX=g++)"
+        advice = "use g++ (CXX=g++), and set XDG_CACHE_HOME to a folder that code may be run from"
         raise Unsupported(f"kernels 'fused' compiled by {compiler} cannot be loaded ({problem}): {advice}") from None
     pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     arguments: dict[str, list[Any]] = {
@@ -250,15 +249,9 @@ def group_norm(
     """f(norm(x + before) (1 + scale) + shift) + residual of images (N, C, H, W), with f SiLU or nothing.
 
     ``before`` is (N, C), ``scale_shift`` (N, 2 C). Images are float32 or bfloat16; the result is channels-last, in the
-    dtype of ``x``. Raises ValueError for other shapes, Unsupported without a C++ compiler.
+    dtype of ``x``. Raises Unsupported without a C++ compiler.
     """
-    n, c = x.shape[:2]
-    # The kernel reads memory by these sizes.
-    shapes = {"before": (before, (n, c)), "scale_shift": (scale_shift, (n, 2 * c)), "residual": (residual, x.shape)}
-    for name, (given, shape) in shapes.items():
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} is {tuple(given.shape)}: for images {tuple(x.shape)} give {tuple(shape)}")
-    if _compiled(x, "group norm") and c % LANES == 0:
+    if _compiled(x, "group norm") and x.shape[1] % LANES == 0:
         extras = before, scale_shift, residual
         return cast(Tensor, _GroupNorm.apply(x, norm.weight, norm.bias, *extras, norm.num_groups, norm.eps, silu))
     with torch.autocast(x.device.type, enabled=False):

@@ -87,9 +87,8 @@ _MODES = {
 def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     """What was compiled of ``model`` and how, read back from torch; a silent fall-back to eager compiles no frames.
 
-    ``frames_given_up`` were compiled anew until torch ran them eagerly. ``autotuned`` are operators whose kernel was
-    chosen by timing several. CUDA graphs that inductor left out, such as those with an operator on the CPU, are counted
-    by torch; those that were recorded, in the tree that replays them.
+    ``frames_given_up`` were compiled anew until torch ran them eagerly. CUDA graphs that inductor left out, such as
+    those with an operator on the CPU, are counted by torch; those that were recorded, in the tree that replays them.
     """
     if config.compile == "off":
         return {"compile": "off"}
@@ -105,7 +104,6 @@ def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
         "recompiles": sum(n - 1 for n in times),
         "frames_tried": int(counters["frames"]["total"]),
         "frames_given_up": sum(n > most for n in times),
-        "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
     }
     if not seen["compiled_frames"]:
         return seen
@@ -194,14 +192,12 @@ class Feed:
         )
         how: dict[str, Any] = {"workers": config.loader_workers, "channels_last": config.channels_last}
         self.loader = open_loader(config.loader, packed, plan, device=context.device, **how)
-        self.device: torch.device | None = None
         self.images = 0
         self.indices = hashlib.sha256()
 
     def note(self, batch: Batch) -> None:
-        """Remember which images were used, and where they lay."""
+        """Remember which images were used."""
         self.images += len(batch.indices)
-        self.device = batch.images.device
         self.indices.update(batch.indices.tobytes())
 
     def witness(self) -> dict[str, Any]:
@@ -210,7 +206,6 @@ class Feed:
             "loader": self.loader.kind,
             "loader_workers": self.loader.live_workers(),
             "prefetch_batches": self.loader.prefetch_batches,
-            "data_device": None if self.device is None else str(self.device),
             "images": self.images,
             "indices_sha256": self.indices.hexdigest()[:16],
         }

@@ -146,7 +146,7 @@ def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
     options = (("inception", fid.inception), ("sha256", fid.sha256))
     judge = RunConfig(workload=FID, device=config.device, data=config.data, options=options)
     how: dict[str, Any] = {"threads": instrument.usable_cores, "progress": lambda text: seat.say(f"FID, {text}")}
-    asked = {"generated": generated, "count": fid.images, "cache": str(instrument.cache / "fid")}
+    asked = {"generated": generated, "count": fid.images}
     try:
         with Group(judge, limits=Limits(build_seconds=FID_SECONDS), **how) as group:
             (answer,) = group.call("distance", FID_SECONDS, **asked)

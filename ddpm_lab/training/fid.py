@@ -10,7 +10,6 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import Manifest, open_packed
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
-from ddpm_lab.files import expanded, replace
+from ddpm_lab.files import expanded
 from ddpm_lab.workload import RankContext
 
 PACKAGES = ("torchmetrics", "torch_fidelity")
@@ -30,7 +29,6 @@ INSTALL = "make fid, or pip install torchmetrics torch-fidelity"
 WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"
 FEATURES = 2048
 _BATCH, _SEED = 32, 17_060_850
-_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -104,41 +102,21 @@ class Fid(Untrained):
         self.metric = inception_metric(Path(config.option("inception", "")), config.option("sha256", ""))
         self.metric.to(self.device)
 
-    def distance(self, *, generated: str, count: int, cache: str | None) -> dict[str, Any]:
+    def distance(self, *, generated: str, count: int) -> dict[str, Any]:
         """FID of the first ``count`` images of a .npy file, uint8 (N, S, S, 3), against as many training images.
 
-        Which training images these are depends on the data and ``count`` alone: sums over their features are kept in
-        the folder ``cache``, so that the next FID needs only half of the work.
+        Which training images these are depends on the data and ``count`` alone.
         """
         packages = {name: version(name) for name in ("torchmetrics", "torch-fidelity")}
         packed = open_packed(Path(self.config.data))
         chosen = np.random.default_rng(_SEED).permutation(packed.train_indices)[:count]
         images: Pixels = np.load(generated, mmap_mode="r")[:count]
-        of = [self.config.option("sha256", ""), packed.manifest.content_hash, count, packages]
-        known = Path(cache, f"{digest(of)}.npz") if cache else None
-        if known is None or not self._recall(known):
-            self._add(packed.images, np.sort(chosen), real=True)
-            if known is not None:
-                known.parent.mkdir(parents=True, exist_ok=True)
-                content = io.BytesIO()
-                np.savez(content, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
-                replace(known, content.getbuffer())
+        self._add(packed.images, np.sort(chosen), real=True)
         self._add(images, np.arange(len(images)), real=False)
         self.context.mark("distance")
         # The eigenvalues are those of a matrix that is not symmetric, for which GPUs have no fast method.
         value = float(self.metric.cpu().compute())
         return {"fid": value, "images": len(images), "training_images": len(chosen), "packages": packages}
-
-    def _recall(self, path: Path) -> bool:
-        """Take the sums over the training images from a file; False where there is none that can be read."""
-        try:
-            with np.load(path) as sums:
-                for name in _SUMS:
-                    setattr(self.metric, name, torch.from_numpy(sums[name]).to(self.device))
-        except (OSError, ValueError, KeyError, BadZipFile):
-            self.metric.reset()
-            return False
-        return True
 
     def _add(self, images: Pixels, indices: npt.NDArray[np.int64], *, real: bool) -> None:
         for start in range(0, len(indices), _BATCH):

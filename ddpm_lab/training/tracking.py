@@ -24,7 +24,7 @@ from ddpm_lab.files import NOT_IN_FILES
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.record import Environment
-from ddpm_lab.training.run_folder import LOG, logged, name_of
+from ddpm_lab.training.run_folder import logged, name_of
 
 WATCH_SECONDS = 10.0
 ENVIRONMENT = {
@@ -139,9 +139,6 @@ class TrackedTraining:
     def __init__(  # noqa: PLR0917 - what ``train`` has prepared
         self, kind: str, folder: Path, config: RunConfig, schedule: Mapping[str, int], step: int, say: Progress
     ) -> None:
-        lost = [path.name for path in (folder / "comet").glob("*.zip") if not path.stat().st_size]
-        if lost and kind != "comet":
-            say(f"tracker: {', '.join(lost)} of a run that was killed is empty; its steps are in {LOG} alone")
         self._tracker = Tracker(kind, folder / "comet", _key_of(folder), name=name_of(config), say=say)
         self._tracker.call("log_parameters", settings(config) | {f"train.{k}": value for k, value in schedule.items()})
         self._tracker.call("log_others", environment(hardware.environment()))

@@ -109,7 +109,6 @@ class Trainer(Step):
 
     def witness(self) -> dict[str, Any]:
         seen = {**super().witness(), **network_seen(self.network), "adam": adam_seen(self.optimizer)}
-        seen["weights_device"] = str(self.parameters[0].device)
         if self.steps:
             seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
             if self.ddp:
