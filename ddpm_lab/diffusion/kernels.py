@@ -28,13 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddpm_lab.processor import instructions, processor, withheld
+from ddpm_lab.processor import instructions, processor
 from ddpm_lab.workload import Unsupported
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
-WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"}
-"""Flags for what torch was told to do without."""
 HEAD_WIDTH = 32
 """Width of a head that linear attention is compiled for; other widths are computed by operators."""
 LANES = 16
@@ -73,12 +71,11 @@ def library() -> dict[str, Callable[..., None]]:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
     asked = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
-    flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name in withheld())]
     known = (platform.machine(), processor(), *sorted(instructions()))
-    text = "\n".join([SOURCE.read_text(encoding="utf-8"), asked.stdout, *flags, *known])
+    text = "\n".join([SOURCE.read_text(encoding="utf-8"), asked.stdout, *FLAGS, *known])
     path = _folder() / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
-        _compile([compiler, *flags], path)
+        _compile([compiler, *FLAGS], path)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as problem:  # of a folder mounted noexec, or another OpenMP than the one that torch has loaded
