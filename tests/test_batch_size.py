@@ -122,20 +122,12 @@ def test_a_cpu_is_filled_to_four_fifths_and_never_beyond(available: int, fixed: 
 
 
 def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two, one = tmp_path / "two", tmp_path / "one"
-    levels = ([two], [one])
-    for folder, names in ((two, ("max", "current")), (one, ("limit_in_bytes", "usage_in_bytes"))):
-        folder.mkdir()
-        for name, value in zip(names, (900, 600), strict=True):
-            (folder / f"memory.{name}").write_text(f"{value * MIB}\n")
-    (two / "memory.stat").write_text(f"anon 5\ninactive_file {100 * MIB}\n")
-    (one / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {50 * MIB}\n")
-    monkeypatch.setattr(hardware, "cgroup_levels", lambda _: levels)
+    for name, value in {"max": 900 * MIB, "current": 600 * MIB, "stat": f"anon 5\ninactive_file {100 * MIB}"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+    monkeypatch.setattr(hardware, "cgroup_levels", lambda: [tmp_path / "none", tmp_path])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4000 * MIB))
-    assert hardware.available_bytes() == 350 * MIB
-    (one / "memory.limit_in_bytes").unlink()
     assert hardware.available_bytes() == 400 * MIB
-    (two / "memory.max").write_text("max\n")
+    (tmp_path / "memory.max").write_text("max\n")
     assert hardware.available_bytes() == 4000 * MIB
 
 

@@ -28,8 +28,7 @@ from ddpm_lab.measure.hardware import Gpu, gpu_trouble
 from ddpm_lab.measure.others import Watch
 from ddpm_lab.training import setting
 
-CPU = "/sys/fs/cgroup/cpu"
-JOB = {  # version 2, of which the tightest of the groups above holds
+JOB = {  # of which the tightest of the groups above holds
     "/proc/self/cgroup": "0::/user/job\n",
     "/sys/fs/cgroup/user/job/cpu.max": "max 100000\n",
     "/sys/fs/cgroup/user/cpu.max": "350000 100000\n",
@@ -38,20 +37,13 @@ JOB = {  # version 2, of which the tightest of the groups above holds
     "/sys/fs/cgroup/user/cpu.stat": "throttled_usec 500000\n",
     "/sys/fs/cgroup/cpu.stat": "usage_usec 9\n",
 }
-JOB_V1 = {  # version 1, a job's own group, as a scheduler makes it
-    "/proc/self/cgroup": "5:cpuset:/\n4:cpu,cpuacct:/user/job\n",
-    f"{CPU}/user/job/cpu.cfs_quota_us": "-1\n",
-    f"{CPU}/user/cpu.cfs_quota_us": "600000\n",
-    f"{CPU}/user/cpu.cfs_period_us": "100000\n",
-    f"{CPU}/user/cpu.stat": "nr_periods 1\nnr_throttled 1\nthrottled_time 250000000\n",
-}
 
 
 def test_cores_are_cut_by_the_quota_and_what_it_took_is_read_from_every_level(machine_files: dict[str, str]) -> None:
     """Of sixteen cores; the cores that are left, and the seconds of which a quota held the process back."""
     half = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"}
     nonsense = {"/proc/self/cgroup": "nonsense\n", "/sys/fs/cgroup/cpu.max": "nonsense\n"}
-    for files, found in ((JOB, (3, 2.0)), (JOB_V1, (6, 0.25)), (half, (1, None)), (nonsense, (16, None))):
+    for files, found in ((JOB, (3, 2.0)), (half, (1, None)), (nonsense, (16, None))):
         machine_files.clear()
         machine_files.update(files)
         assert (hardware.usable_cores(), hardware.cgroup_throttled_seconds()) == found, files

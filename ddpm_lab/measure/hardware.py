@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import itertools
 import os
 import platform
 import re
@@ -83,66 +82,52 @@ class Gpu:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its CPU affinity, cut by the cgroup's quota (v2 and v1)."""
+    """Cores this process may use: its CPU affinity, cut by the quota of its control groups (version 2)."""
     cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def cgroup_levels(v1_controller: str) -> tuple[list[Path], list[Path]]:
-    """Folders of this process's control groups, innermost first: of version 2, and of a controller of version 1."""
-    v1 = Path("/sys/fs/cgroup", v1_controller)
-    unified, levels = [], [v1]
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            hierarchy, controllers, folder = line.split(":", 2)
-            if hierarchy == "0":
-                node = Path("/sys/fs/cgroup") / folder.lstrip("/")
-                unified += [node, *node.parents]
-            elif v1_controller in controllers.split(","):
-                node = v1 / folder.lstrip("/")
-                levels += [node, *node.parents]
-    return unified, list(dict.fromkeys(levels))
+def cgroup_levels() -> list[Path]:
+    """Folders of this process's control groups, innermost first; none where there is no version 2 of them."""
+    for line in _lines(Path("/proc/self/cgroup")):
+        if line.startswith("0::"):
+            node = Path("/sys/fs/cgroup", line[3:].lstrip("/"))
+            return [node, *node.parents]
+    return []
 
 
 def cgroup_cores() -> float | None:
     """Cores' worth of CPU time that the tightest enclosing cgroup allows; None without a limit."""
     limits = []
-    for level in itertools.chain(*cgroup_levels("cpu")):
-        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            with contextlib.suppress(ValueError):  # no such file, or "max"
-                quota, period = (int(word) for name in files for word in _words(level / name))
-                limits += [quota / period] * (quota > 0)  # -1 is no limit
+    for level in cgroup_levels():
+        with contextlib.suppress(ValueError):  # no such file, or "max"
+            quota, period = (int(word) for line in _lines(level / "cpu.max") for word in line.split())
+            limits.append(quota / period)
     return min(limits, default=None)
 
 
 def cgroup_throttled_seconds() -> float | None:
     """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
-    found = []
-    for level in itertools.chain(*cgroup_levels("cpu")):
-        words = _words(level / "cpu.stat")
-        units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # version 2, version 1
-        found += [int(words[words.index(name) + 1]) * unit for name, unit in units.items() if name in words]
+    lines = [line.split() for level in cgroup_levels() for line in _lines(level / "cpu.stat")]
+    found = [int(words[1]) / 1e6 for words in lines if words[0] == "throttled_usec"]
     return sum(found) if found else None
 
 
 def available_bytes() -> int:
-    """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
+    """Main memory that can be used without swapping, cut by what the enclosing cgroups leave."""
     found = [int(psutil.virtual_memory().available)]
-    names = (("max", "current", "inactive_file"), ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"))
-    for levels, (limit, used, inactive) in zip(cgroup_levels("memory"), names, strict=True):
-        for level in levels:
-            # "max" is no number: such a level sets no limit, like one that cannot be read.
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                most, taken = (int((level / f"memory.{name}").read_text()) for name in (limit, used))
-                said = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-                found.append(max(0, most - taken + int(said[inactive])))  # the kernel drops inactive pages of files
+    for level in cgroup_levels():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # such a level sets no limit
+            most, taken = (int((level / f"memory.{name}").read_text()) for name in ("max", "current"))
+            said = dict(line.split() for line in _lines(level / "memory.stat"))
+            found.append(max(0, most - taken + int(said["inactive_file"])))  # which the kernel drops
     return min(found)
 
 
-def _words(file: Path) -> list[str]:
-    """The words of a file; none where it cannot be read."""
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; none where it cannot be read."""
     try:
-        return file.read_text().split()
+        return file.read_text().splitlines()
     except OSError:
         return []
 
