@@ -45,7 +45,6 @@ class Lab:
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
         monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
         monkeypatch.setattr(campaign, "environment", make.environment)
-        monkeypatch.setattr(campaign, "await_quiet", lambda *_: None)
         monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def measure_set(

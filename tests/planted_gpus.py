@@ -57,7 +57,7 @@ def nvml(*cards: Card | None, driver: str | None = "600.1") -> Any:
         nvmlDeviceGetUtilizationRates=lambda card: SimpleNamespace(gpu=card.ask("utilisation")),
         nvmlDeviceGetClockInfo=lambda card, kind: card.ask("clocks")[kind],
         nvmlDeviceGetTemperature=lambda card, sensor: {0: card.ask("temperature")}[sensor],
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda card: card.ask("reasons"),
+        nvmlDeviceGetCurrentClocksEventReasons=lambda card: card.ask("reasons"),
         nvmlDeviceGetPowerUsage=lambda card: card.ask("power"),
         nvmlDeviceGetTotalEnergyConsumption=lambda card: card.ask("energy") and 1e3 * card.watts * time.monotonic(),
         nvmlDeviceGetComputeRunningProcesses=running,

@@ -24,7 +24,7 @@ from ddpm_lab.config import SAME_WEIGHTS, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare, read_manifest
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, NOT_ENOUGH, WORSE
-from ddpm_lab.measure import others
+from ddpm_lab.measure import alone
 from ddpm_lab.measure.alone import (
     BUDGET_SECONDS,
     LOOKS,
@@ -36,7 +36,6 @@ from ddpm_lab.measure.alone import (
     train_once,
 )
 from ddpm_lab.measure.group import Group
-from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.sets import Instrument, Member, Seat
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions import trained
@@ -97,15 +96,14 @@ def test_a_trial_computes_with_the_threads_that_others_leave(
         set_threads(group, count, limit)
 
     monkeypatch.setattr(Group, "set_threads", heard)
-    monkeypatch.setattr(others, "usable_cores", lambda: 2)
-    monkeypatch.setattr(CoreWatch, "free", lambda _, *, at_once=False: 1 if at_once else 2)
+    monkeypatch.setattr(alone, "training_cores", lambda: 1)
     short = replace(config, options=(("images", 16), ("draws", 8)))
-    for asked, counts in ((short, [1, 2]), (replace(short, threads=1), []), (replace(config, options=()), [])):
+    for asked, counts in ((short, [1]), (replace(short, threads=1), []), (replace(config, options=()), [])):
         told.clear()
         record = tried(asked)
         assert learned(record)
         assert told == counts
-        assert not counts or record.witness["ranks"][0]["threads"] == counts[-1]
+        assert not counts or record.witness["ranks"][0]["threads"] == 1
 
 
 @pytest.mark.slow

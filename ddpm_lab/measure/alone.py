@@ -12,9 +12,8 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.cluster import current
+from ddpm_lab.measure.cluster import training_cores
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid
@@ -86,11 +85,11 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     """
     config, limit = seat.config, seat.instrument.limits.build_seconds
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
-    # Where the final weights alone are compared, their last bits count, and so do the threads.
-    follows = draws and config.device == "cpu" and not config.threads and current() is None
-    watch = CoreWatch(config, config.rank_threads(seat.instrument.usable_cores)) if follows else None
     seat.start()
     group = seat.alive
+    # Where the final weights alone are compared, their last bits count, and so do the threads.
+    if draws and config.device == "cpu" and not config.threads:
+        group.set_threads(config.rank_threads(training_cores()), limit)
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
     losses, held_out = list[float](), list[dict[str, Any]]()
 
@@ -101,12 +100,7 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not math.isfinite(answer["loss"]):
                 raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
 
-    def adapt_threads(*, at_once: bool = False) -> None:
-        if watch and (change := watch.change(at_once=at_once)):
-            group.set_threads(change[1], limit)
-
     begun = time.monotonic()
-    adapt_threads(at_once=True)
     evaluate(0)
     for before, after in pairwise(looks):
         for start in range(before, after, STEPS_AT_ONCE):
@@ -115,8 +109,6 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             if not all(math.isfinite(loss) for loss in losses[start:]):
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
             seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
-            if config.compile == "off":  # what was compiled would be compiled anew
-                adapt_threads()
         evaluate(after)
     seat.stages["training"] = time.monotonic() - begun
     seat.hear_witness()

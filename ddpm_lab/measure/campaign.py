@@ -27,7 +27,6 @@ from ddpm_lab.measure.alone import (
 )
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
-from ddpm_lab.measure.others import await_quiet
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
@@ -254,13 +253,11 @@ class Campaign:
             progress.prefix = f"set {measured + 1},"
             progress.expect(min(self.lacks.forecast(families), end - now))
             progress.always(f"{family.name}: starting")
-            disturbed[family.name] += self._measure_when_quiet(family, candidates, progress)
+            disturbed[family.name] += self._measure_set(family, candidates, progress)
             measured += 1
 
-    def _measure_when_quiet(self, family: Family, candidates: Sequence[Row], progress: Progress) -> bool:
+    def _measure_set(self, family: Family, candidates: Sequence[Row], progress: Progress) -> bool:
         """Measure one set, and say what failed in it; returns whether it was disturbed and does not count."""
-        if not self.held.disturbed:
-            await_quiet(family.baseline, self.instrument.usable_cores, progress)
         records = self.measure(family, candidates)
         if failed := [r for r in records if r.status != "ok"]:
             told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)

@@ -10,13 +10,11 @@ import errno
 import operator
 import os
 import socket
-import struct
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.hardware import ask_nvml, cgroup_cores, cgroup_throttled_seconds, gpu_handle, usable_cores
 from ddpm_lab.record import CROWDED_CORES
 
-QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2  # how long a set waits for a quiet moment at most, and each look for one takes
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
 MINUTE = 60.0
 
@@ -87,18 +84,11 @@ def difference(before: float | None, after: float | None) -> float | None:
 
 def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
     """Seconds that ``cores`` were busy and stolen since the machine started; None if one of them is not listed."""
-    # psutil.cpu_times(percpu=True) numbers the listed cores from 0: with one offline, these are others.
-    busy_ticks = stolen_ticks = 0
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        rows = map(str.split, Path("/proc/stat").read_text().splitlines())
-        ticks = {name: list(map(int, columns[:8])) for name, *columns in rows if name.startswith("cpu")}
-        for core in cores:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = ticks[f"cpu{core}"]
-            busy_ticks += user + nice + system + irq + softirq
-            stolen_ticks += steal
-        per_second = os.sysconf("SC_CLK_TCK")
-        return busy_ticks / per_second, stolen_ticks / per_second
-    return None
+    listed = psutil.cpu_times(percpu=True)
+    if max(cores) >= len(listed):
+        return None
+    times = [listed[core] for core in cores]
+    return sum(t.user + t.nice + t.system + t.irq + t.softirq for t in times), sum(t.steal for t in times)
 
 
 def others_cores(seconds: float) -> float | None:
@@ -138,37 +128,23 @@ class CoreWatch:
         self._before: int | None = None
         self._clock = CpuClock.read()
 
-    def free(self, *, at_once: bool = False) -> int | None:
-        """The cores that were free over each of the last two minutes; None where these differ, or it is not known.
-
-        ``at_once``: over whatever time has passed.
-        """
-        if not at_once and time.monotonic() - self._clock.moment < MINUTE:
+    def free(self) -> int | None:
+        """The cores that were free over each of the last two minutes; None where these differ, or it is not known."""
+        if time.monotonic() - self._clock.moment < MINUTE:
             return None
         now, before = CpuClock.read(), self._before
         others = None if side_by_side() else self._clock.until(now).others_cores
         self._clock, self._before = now, None if others is None else _left(usable_cores(), others)
-        return self._before if at_once or self._before == before else None
+        return self._before if self._before == before else None
 
-    def change(self, *, at_once: bool = False) -> tuple[int, int] | None:
+    def change(self) -> tuple[int, int] | None:
         """The cores that are ``free``, and the threads of a rank; None where it has as many, or nothing is known."""
-        free = self.free(at_once=at_once)
+        free = self.free()
         threads = self._config.rank_threads(fair_cores(free)) if free else self._threads
         if free is None or threads == self._threads:
             return None
         self._threads = threads
         return free, threads
-
-
-def await_quiet(config: RunConfig, cores: int, say: Callable[[str], None]) -> None:
-    """Wait a little while other processes want the cores of a configuration's ranks, ``cores`` being usable."""
-    allowed = cores + CROWDED_CORES - config.rank_threads(cores) * config.node_size
-    ends = time.monotonic() + QUIET_SECONDS
-    while config.device == "cpu" and not config.oversubscribe and time.monotonic() < ends:
-        others = others_cores(SAMPLE_SECONDS)
-        if others is None or others < allowed:
-            return
-        say("waiting for a quiet moment")
 
 
 # One measurement at a time: two that measure at once on a core are both wrong. Whoever measures on one holds its name
@@ -183,7 +159,7 @@ def side_by_side() -> bool:
 
 @contextlib.contextmanager
 def measuring(say: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the cores of this process; True where another one, which ``say`` names, had to end first."""
+    """Hold the cores of this process; True where another one had to end first."""
     if _holding or side_by_side():
         yield False
         return
@@ -199,29 +175,18 @@ def _take(name: str, say: Callable[[str], None]) -> bool:
     waited = False
     for core in sorted(os.sched_getaffinity(0)):
         _holding.append(mine := socket.socket(socket.AF_UNIX))
-        place = f"\0{name}-{core}"
         while True:
             try:
-                mine.bind(place)
-                mine.listen()  # from here on whoever connects is told who it is
+                mine.bind(f"\0{name}-{core}")
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     return waited  # a kernel without such names
             if not waited:
                 waited = True
-                say(f"process {_holder(place)} measures on this machine: waiting until it ends")
+                say("another process measures on this machine: waiting until it ends")
             time.sleep(_LOOK_SECONDS)
     return waited
-
-
-def _holder(place: str) -> str:
-    """The process id behind a name, as far as it is seen from here."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)
-        asking.connect(place)
-        return str(struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] or "unknown")
-    return "unknown"
 
 
 # The machine while a group works
@@ -341,9 +306,6 @@ class _Gpu:
         """Read what holds at this moment."""
         utilisation, memory = self._read("UtilizationRates"), self._read("MemoryInfo")
         clock, milliwatts = self._read("ClockInfo", 1), self._read("PowerUsage")  # NVML_CLOCK_SM
-        reasons = self._read("CurrentClocksEventReasons")
-        if reasons is None:
-            reasons = self._read("CurrentClocksThrottleReasons")  # its older name
         self._samples.append(
             {
                 "gpu_utilisation_percent": None if utilisation is None else float(utilisation.gpu),
@@ -352,7 +314,7 @@ class _Gpu:
                 "gpu_clock_min_mhz": clock,
                 "gpu_memory_clock_mhz": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
                 "gpu_temperature_celsius": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
-                "gpu_throttle_reasons": reasons,
+                "gpu_throttle_reasons": self._read("CurrentClocksEventReasons"),
                 "gpu_power_watts": None if milliwatts is None else milliwatts / 1e3,
             }
         )
