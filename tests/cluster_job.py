@@ -35,7 +35,6 @@ def run(name: str, nodes: int, ranks: int, options: dict[str, Any]) -> dict[str,
             begun = time.monotonic()
             windows = group.window(settle=1, steps=4, limit=600 if endless else 3, stage="testing")
             found["windows"] = [(w["start"], w["end"]) for w in windows]
-            found["watched"] = group.watched_elsewhere()
             found["hosts"] = [w["host"] for w in group.witness()]
             found["images"] = [s["images"] for s in group.finish()]
     except GroupFailed as failure:

@@ -109,10 +109,6 @@ class Busy(Planted):
                 os._exit(3)
             case "leave":
                 os._exit(0)
-            case "kill parent":
-                os.kill(os.getppid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
             case "full disk":  # of this process alone; Python ignores the signal, and writing fails
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 

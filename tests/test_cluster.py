@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,7 +25,6 @@ from ddpm_lab.measure.process import Store
 
 # Hosts on one machine: network namespaces with addresses of their own, joined by a bridge in one more namespace
 
-PREFIX = "ddpm-lab"
 _serial = itertools.count()
 
 
@@ -51,27 +49,13 @@ class Host(NamedTuple):
         _ip("-n", self.bridge, "link", "set", self.port, "down")
 
 
-def why_not() -> str | None:
-    """Why hosts cannot be made here, as the reason of a skip; None where they can."""
-    try:
-        with hosts(1) as (first,):
-            subprocess.run(first.command("true"), check=True, capture_output=True, text=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        return f"`ip` (iproute2) makes no network namespaces here: {error}"
-    return None
-
-
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts with the addresses 10.77.0.1, .2, ...; all of them are gone at the end, whatever happens.
+    """Hosts with the addresses 10.77.0.1, .2, ...; all of them are gone at the end.
 
-    Raises subprocess.CalledProcessError where it is not permitted: ask `why_not` first.
+    Raises subprocess.CalledProcessError where it is not permitted.
     """
-    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\S+)", _ip("netns", "list"), re.MULTILINE):
-        if not Path("/proc", pid).exists():  # left by a process that was killed
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
-    name = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
+    name = f"ddpm-lab-{os.getpid()}-{next(_serial)}"
     bridge = f"{name}-bridge"
     made = [Host(f"{name}-{i}", f"10.77.0.{i + 1}", bridge, f"port{i}") for i in range(count)]
     with contextlib.ExitStack() as stack:
@@ -94,7 +78,12 @@ def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-several_hosts = pytest.mark.skipif((reason := why_not()) is not None, reason=str(reason))
+try:
+    with hosts(1):
+        why_not = ""
+except (FileNotFoundError, subprocess.CalledProcessError) as error:
+    why_not = f"`ip` (iproute2) makes no network namespaces here: {error}"
+several_hosts = pytest.mark.skipif(bool(why_not), reason=why_not)
 TESTS = Path(__file__).parent
 STORE = Store("127.0.0.1", 1, "job")
 ENDLESS = {"micro_steps": 10**9}
@@ -206,7 +195,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "raises in build": ({"fault": "raise", "fault_place": "build", "fault_step": 0}, "crashed", ": RuntimeError: "),
     "is killed": ({"fault": "kill"}, "crashed", " was killed by SIGKILL in 'forward' of step 3"),
     "hangs": ({"fault": "hang"}, "timed out", " for 3 s while testing, in 'forward' of step 3"),
-    "is frozen": ({"fault": "stop"}, "timed out", " while testing, in 'forward' of step 3"),
 }
 
 
@@ -222,7 +210,6 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
         assert len(set(found["hosts"])) == 2
         starts, ends = zip(*found["windows"], strict=True)
         assert max(starts) < min(ends), "the clocks of two hosts were mixed up"
-        assert [list(there) for there in found["watched"]] == [["others_cores", "stolen_seconds"]]
         assert found["listening"] == [made[0].address], "somebody listens for more than this network"
         name = f"rank 1 (host {socket.gethostname()})"
         for fault, (_, status, words) in FAULTS.items():
@@ -230,7 +217,7 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
             assert (found["name"], found["status"]) == (fault, status), found
             assert found["reason"].startswith(name), found["reason"]
             assert words in found["reason"], found["reason"]
-            assert fault in ("is killed", "is frozen") or "in step\n" in found["detail"] or ", line " in found["detail"]
+            assert fault == "is killed" or "in step\n" in found["detail"] or ", line " in found["detail"]
         assert next(rows)["status"] == "ok"
         assert next(rows)["at work"] == "cut off"
         made[1].cut()

@@ -20,7 +20,6 @@ from ddpm_lab.measure.code_version import (
     Tree,
     code_version,
     in_repository,
-    is_library,
     is_setting,
     settings_among,
 )
@@ -197,14 +196,6 @@ def test_an_edit_of_either_side_of_a_comparison_of_revisions_is_noticed(own: Loa
     write(tmp_path, {"apart/helper.py": "factor = 4\n"})
     with pytest.raises(ConfigError, match="helper"):
         both.check_unchanged()
-
-
-def test_what_pip_has_put_into_a_folder_is_a_library_and_what_lies_beside_it_is_not(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    listed = {"nvml.py": True, "sub/deep/one.py": True, "mine.py": False, "own/two.py": False}
-    write(target, {"nvml-1.0.dist-info/RECORD": "nvml.py,sha256=x,1\nsub/deep/one.py,,\n", **dict.fromkeys(listed, "")})
-    assert {name: is_library(str(target / name)) for name in listed} == listed
-    assert is_library(str(tmp_path / "python3" / "site-packages" / "any.py"))
 
 
 def test_which_files_that_a_workload_reads_are_settings(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.others import Watch, fair_cores, free_cores
+from ddpm_lab.measure.others import fair_cores, free_cores
 from ddpm_lab.measure.process import LEFT, Ending, Life, LocalRank, RankJob, Store, host_id, join_store, private_folder
 
 OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
@@ -276,8 +276,6 @@ class RemoteRank:
         self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
         self.ears = [channel.ear]  # ready when the rank speaks or ends
         self.report: dict[str, Any] = {}  # what the rank measured by its latest command
-        self.watched: dict[str, float | None] = {}
-        """What others took of its host during the last window; empty where another rank's process watches it."""
         self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
         self._log: str | None = None
         self._ending: Ending | None = None
@@ -306,7 +304,7 @@ class RemoteRank:
                 ending = Ending(*message["ending"])
                 self._ending = ending._replace(time=self._heard - ending.time)
             elif "said" in message:
-                self.report, self.watched = message["report"], message["watched"]
+                self.report = message["report"]
                 return str(message["said"])
         if self._ending is None and self.channel.silent_beats >= LOST_BEATS:
             how = f"was lost: its process has not answered for {LOST_BEATS * BEAT_SECONDS:.0f} s"
@@ -360,7 +358,7 @@ def serve(process: Process) -> int:
             while message := channel.receive():
                 if message["do"] == "end":
                     return 0
-                _obey(message, held, channel, watches=process.local_rank == 0)
+                _obey(message, held, channel)
     finally:
         for one in held.values():
             one.end()
@@ -370,12 +368,12 @@ def serve(process: Process) -> int:
     )
 
 
-def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel, *, watches: bool) -> None:
+def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel) -> None:
     """Do what the leader says of a group; what it says of one that is gone is too late."""
     do, group = message["do"], message["group"]
     if do == "start":
         try:
-            held[group] = _Held(group, message["job"], watches=watches)
+            held[group] = _Held(group, message["job"])
         except (ConfigError, OSError, psutil.NoSuchProcess) as error:
             ending = Ending("crashed", str(error), "", 0.0)
             channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
@@ -392,7 +390,7 @@ def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel, *, 
 class _Held(LocalRank):
     """The rank of one group, in the process that holds it."""
 
-    def __init__(self, group: str, job: dict[str, Any], *, watches: bool) -> None:
+    def __init__(self, group: str, job: dict[str, Any]) -> None:
         config = RunConfig.from_dict(job["config"])
         if config.data and not Path(config.data).is_dir():
             raise ConfigError(
@@ -400,17 +398,13 @@ class _Held(LocalRank):
                 "too (ddpm-lab prepare)"
             )
         self.group, self.at_work = group, True
-        self._watches = watches
-        self._watch: Watch | None = None
         self._private = private_folder()
         changed = {"config": config, "store": Store(*job["store"]), "folder": Path(self._private.name)}
         super().__init__(RankJob(**{**job, **changed}))
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
-        """Pass a command on to the rank, and watch the host during a window."""
+        """Pass a command on to the rank."""
         self.at_work = True
-        if command == "window" and self._watches:
-            self._watch = Watch({}).__enter__()
         super().tell(command, arguments)
 
     def news(self) -> dict[str, Any]:
@@ -423,12 +417,7 @@ class _Held(LocalRank):
             now = time.monotonic()
             ending = self.ending() or Ending("crashed", "left without a word", self.log(), now, reported=False)
             return {"life": life, "ending": ending._replace(time=now - ending.time)}
-        watched: dict[str, float | None] = {}
-        if self._watch:
-            self._watch.__exit__()
-            watched = {name: getattr(self._watch, name) for name in ("others_cores", "stolen_seconds")}
-            self._watch = None
-        return {"life": life, "said": said, "report": self.report, "watched": watched}
+        return {"life": life, "said": said, "report": self.report}
 
     def end(self) -> None:
         self.kill()

@@ -187,19 +187,12 @@ def _library_folders() -> tuple[str, ...]:
 
 @cache
 def is_library(place: str) -> bool:
-    """Whether a file or folder is of the standard library or of an installed package, wherever that is installed."""
+    """Whether a file or folder is of the standard library or of an installed package."""
     path = Path(place)
     if f"{path}/".startswith(_library_folders()) or path.name in LIBRARIES:
         return True
     folder = str(path.parent)
-    return folder != str(path) and (path.name in _installed(folder) or is_library(folder))
-
-
-@cache
-def _installed(folder: str) -> frozenset[str]:
-    """Names of the files and folders that pip has put into a folder (``--target``), by the lists that it left there."""
-    records = (record.read_text().splitlines() for record in Path(folder).glob("*.dist-info/RECORD"))
-    return frozenset(line.partition(",")[0].partition("/")[0] for lines in records for line in lines)
+    return folder != str(path) and is_library(folder)
 
 
 def in_repository(file: str | Path, root: str) -> bool:

@@ -28,7 +28,7 @@ import psutil
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
-from ddpm_lab.measure.group import Awake, GroupFailed, Limits
+from ddpm_lab.measure.group import GroupFailed, Limits
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
@@ -121,6 +121,7 @@ class CommandGroup:
     ) -> None:
         self.written = set() if written is None else written
         self.limits, self.progress, self.log = limits, progress, log
+        self._optimizer = config.option("optimizer", "") or "a torch optimizer"
         begun = time.monotonic()
         self._peers: list[_Peer] = []
         self._strangers: list[_Peer] = []
@@ -161,7 +162,7 @@ class CommandGroup:
         """Wait until every rank has made its first step."""
         greetings: dict[int, dict[str, Any]] = {}
         peers: dict[int, _Peer] = {}
-        begun, limit, awake = time.monotonic(), self.limits.build_seconds, Awake()
+        begun, limit = time.monotonic(), self.limits.build_seconds
         while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
             ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
             self._accept(ready)
@@ -174,11 +175,10 @@ class CommandGroup:
                     said = peer.answers.pop()
                     peers[said["rank"]], greetings[said["rank"]] = peer, said
             if not ready and self._process and self._process.poll() is not None:
-                self._fail("before a step of a torch optimizer")
-            if awake.seconds() > limit:
+                self._fail(f"before a step of {self._optimizer}")
+            if time.monotonic() - begun > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
-                more = self._uncounted() or f": {more}"
-                how = f"no step of a torch optimizer in {self.limits.told(limit)}{more}{self._last()}"
+                how = f"no step of {self._optimizer} in {self.limits.told(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
             self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
         self._peers = [peers[rank] for rank in sorted(peers)]
@@ -187,11 +187,6 @@ class CommandGroup:
     def _accept(self, ready: Sequence[object]) -> None:
         if self._listener in ready:
             self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
-
-    @property
-    def roots(self) -> list[int]:
-        """Process ids, below which all of the command is."""
-        return [self._process.pid] if self._process else []
 
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
         """Have every rank make ``settle`` untimed and ``steps`` timed steps; ``limit`` is the longest silence."""
@@ -213,10 +208,6 @@ class CommandGroup:
         self.files: list[str] = seen.pop("files")
         return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
 
-    def watched_elsewhere(self) -> list[dict[str, float | None]]:
-        """Nothing runs on other hosts."""
-        return []
-
     def finish(self) -> list[dict[str, Any]]:
         """End the command, and return one summary, with the most memory of a rank."""
         seen = self.witness()[0]
@@ -229,7 +220,6 @@ class CommandGroup:
     def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
         self._paused.resume()
         begun = shown = time.monotonic()
-        awake = Awake()
         for peer in self._peers:
             peer.heard = begun
             peer.tell(**command)
@@ -246,8 +236,8 @@ class CommandGroup:
             if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
                 self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
             now = time.monotonic()
-            if awake.seconds() > limit and now - max(peer.heard for peer in pending) > limit:
-                silent = f"made no step for {limit:.0f} s while {stage}{self._uncounted()}"
+            if now - max(peer.heard for peer in pending) > limit:
+                silent = f"made no step of {self._optimizer} for {limit:.0f} s while {stage}"
                 raise GroupFailed("timed out", f"{silent}{self._last()}")
             if now - shown >= 2:
                 shown = now
@@ -276,13 +266,6 @@ class CommandGroup:
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(self._printed_before)
             return file.read()[-4000:].decode(errors="replace")
-        return ""
-
-    def _uncounted(self) -> str:
-        """What made steps that do not count, for the end of a sentence."""
-        with contextlib.suppress(OSError):
-            names = " and ".join((self.folder / "uncounted").read_text().split())
-            return f", but steps of {names}, which do not count: name what steps all the time by --optimizer"
         return ""
 
     def _last(self) -> str:

@@ -24,9 +24,6 @@ from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
 
-FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
-
-AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself
 SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
 LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
 
@@ -59,21 +56,6 @@ class Limits:
         """A limit that is over, for a sentence."""
         more = limit == self.build_seconds < Limits().build_seconds
         return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
-
-
-class Awake:
-    """For how long this process has been awake: while a whole job is suspended, nobody's silence counts."""
-
-    def __init__(self) -> None:
-        self._looked = self._since = time.monotonic()
-
-    def seconds(self) -> float:
-        """Since it began, or came back."""
-        now = time.monotonic()
-        if now - self._looked > AWAY_SECONDS:
-            self._since = now
-        self._looked = now
-        return now - self._since
 
 
 class Group(AbstractContextManager["Group"]):
@@ -139,8 +121,6 @@ class Group(AbstractContextManager["Group"]):
         """Process ids of the ranks that this process has started itself, which are the first ones."""
         return [rank.pid for rank in self._ranks if isinstance(rank, LocalRank)]
 
-    roots = pids
-
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
         """Run a window on every rank; ``limit`` is the longest silence of a rank, in seconds.
 
@@ -155,10 +135,6 @@ class Group(AbstractContextManager["Group"]):
             shift = begun[reports[0]["host"]] - begun[report["host"]]
             report["start"], report["end"] = report["start"] + shift, report["end"] + shift
         return reports
-
-    def watched_elsewhere(self) -> list[dict[str, float | None]]:
-        """What other processes and the hypervisor took during the last window, for each other host that was watched."""
-        return [rank.watched for rank in self._ranks if isinstance(rank, RemoteRank) and rank.watched]
 
     def witness(self) -> list[dict[str, Any]]:
         """What each rank says of itself."""
@@ -216,31 +192,22 @@ class Group(AbstractContextManager["Group"]):
         """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
         pending = dict(enumerate(self._ranks))
         begun = shown = time.monotonic()
-        watching = Awake()
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
-            awake = watching.seconds()
             for number, rank in list(pending.items()):
                 if (said := rank.hear()) == DONE:
                     del pending[number]
                 elif said:
                     self._fail(stage, number)
             lives = {number: rank.life() for number, rank in pending.items()}
-            frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
-            if frozen and awake > FROZEN_SECONDS:
-                number = max(frozen, key=frozen.__getitem__)
-                how = f"{self._name(number)} was stopped by a signal while {stage}, in {self._doing(number)}"
-                raise GroupFailed("timed out", how)
             last = min((life.steps for life in lives.values()), default=0)
             # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
             behind = {number: life for number, life in lives.items() if life.steps == last}
-            if behind and awake > limit and all(life.silent_seconds > limit for life in behind.values()):
+            if behind and all(life.silent_seconds > limit for life in behind.values()):
                 least = min(life.marks for life in behind.values())
                 stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
-                alone = any(rank.life().steps > last + 1 for rank in self._ranks)
                 doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
                 how = f"showed no sign of life for {self.limits.told(limit)} while {stage}, in {doing}{places}"
-                how += "; others went on without it: do all exchange gradients?" * alone
                 # Of some that stopped at one mark nobody can say who waits for whom.
                 who = ", ".join(map(self._name, stacks))
                 raise GroupFailed("timed out", f"{who} {how}", "\n".join(stacks.values()))

@@ -8,29 +8,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 
 import psutil
 
 TIDYING_SECONDS = 4.0  # that torch's manager of shared memory took, once its clients had ended
 END_SECONDS = 10.0  # that killed processes have to be gone
-STOP_SECONDS = 0.1  # that a process may take to stop: it may wait for a disk
-UNLOCKING_TRIES = 20  # of 2 ms each: some locks are held for life
-HOLDS = re.compile(r"^\d+: (?!->).* WRITE +(\d+) ", re.MULTILINE)  # in /proc/locks: who holds one of a file
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Set what Linux has for a process, and no other system."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+    """Set what Linux has for a process."""
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def adopt() -> None:
@@ -79,36 +73,18 @@ class Paused:
     def stop(self, heads: Iterable[psutil.Process]) -> None:
         """Stop processes and all below them; those known from last time at once, since it takes time to find all.
 
-        What tidies up shared memory goes on. So does whoever has locked a file, until it has not: others may wait.
+        What tidies up shared memory goes on.
         """
-        _each(_suspend, self._stopped)
+        _each(psutil.Process.suspend, self._stopped)
         found = list[psutil.Process]()
         _each(lambda head: found.extend((head, *head.children(recursive=True))), heads)
         self._stopped = []
         _each(lambda process: process.resume() if tidies(process) else self._stopped.append(process), found)
-        _each(_suspend, self._stopped)
-        for _ in range(UNLOCKING_TRIES):
-            locks = ""
-            with contextlib.suppress(OSError):
-                locks = Path("/proc/locks").read_text()
-            holders = set(map(int, HOLDS.findall(locks)))
-            if not (holding := [process for process in self._stopped if process.pid in holders]):
-                break
-            _each(psutil.Process.resume, holding)
-            time.sleep(0.002)
-            _each(_suspend, holding)
+        _each(psutil.Process.suspend, self._stopped)
 
     def resume(self) -> None:
         """Let them go on, children before their parents."""
         _each(psutil.Process.resume, self._stopped[::-1])
-
-
-def _suspend(process: psutil.Process) -> None:
-    """Stop a process, and wait until it is: a shell with job control that sees its child stop first would go on."""
-    process.suspend()
-    ends = time.monotonic() + STOP_SECONDS
-    while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and time.monotonic() < ends:
-        time.sleep(0.0005)
 
 
 def _each(action: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:

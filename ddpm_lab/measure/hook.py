@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -24,14 +25,13 @@ OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")  # how names of files of settings end
 EXTENSIONS = (".cpp", ".cc", ".cxx", ".c", ".cu", ".so")  # and of what torch compiles and loads, or only loads
-AUDITED = {"open": 0, "exec": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, which argument is a file
+AUDITED = {"open": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, and which argument is a file
 
 
 class Turns:
     """The steps of this process, and whoever tells it when to make them."""
 
     stepping = False  # whether this process has made one
-    text = ""  # the file of Python that was opened last, and not run since
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -42,7 +42,6 @@ class Turns:
         self.start = self.told = 0.0
         self.first: Any = None
         self.autocast: set[str] = set()
-        self.uncounted: set[str] = set()
         self.devices: list[int] = []  # GPUs
         self.link: Any = None
 
@@ -51,10 +50,7 @@ class Turns:
         self.calls += 1
         if self.taken is None and OPTIMIZER in ("", type(optimizer).__name__):
             self.taken = optimizer
-        if optimizer is not self.taken:
-            self._note(type(optimizer).__name__)
-            return
-        if _within_its_own_step(optimizer):
+        if optimizer is not self.taken or _within_its_own_step(optimizer):
             return
         self.steps += 1
         if self.link is None:
@@ -72,13 +68,6 @@ class Turns:
                 self._obey()
         if time.perf_counter() - self.told > ALIVE_SECONDS:
             self._say({})
-
-    def _note(self, name: str) -> None:
-        """List an optimizer that makes steps which do not count, each once."""
-        if name not in self.uncounted:
-            self.uncounted.add(name)
-            with contextlib.suppress(OSError), Path(FOLDER, "uncounted").open("a") as file:
-                file.write(f"{name}\n")
 
     def _mark(self) -> Any:
         if not self.devices:
@@ -166,7 +155,7 @@ class Turns:
         free, total = torch.cuda.mem_get_info(device) if properties else (0, 0)
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
-        versions = {name: _version(module) or listed_version(name) for name, module in installed}
+        versions = {name: _version(name, module) for name, module in installed}
         kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
         loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []  # which may have batches ready
         return {
@@ -193,15 +182,13 @@ class Turns:
     def _files(self, installed: Any) -> list[str]:
         """The program, the modules of its own package, installed or not, and those that are no library's."""
         main = sys.modules["__main__"]
-        program, own = Path(getattr(main, "__file__", None) or "").absolute(), {main.__package__}  # of python -m
-        if not program.suffix:
-            own |= entry_modules(program.name)
-        own = {(name or "").partition(".")[0] for name in own}
+        program = Path(getattr(main, "__file__", None) or "").absolute()
+        own = (main.__package__ or "").partition(".")[0]  # of python -m
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
             top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
             # What torch.compile has written belongs to the libraries, as what is named after them.
-            counts = top in own or not (top in installed or _of_library(file))
+            counts = top == own or not (top in installed or _of_library(file))
             files |= {file} if counts and file[:1] == "/" and file[-3:] == ".py" else set()
         return sorted(files)
 
@@ -227,22 +214,19 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings, of an extension, or a notebook, is listed that the process reads before its first step, or that
-    it ever writes; so is Python outside of libraries that it runs, whose text may have been read right before.
+    A file of settings, of an extension, a notebook, or Python outside of libraries, is listed that the process reads
+    before its first step, or that it ever writes.
     """
     if event not in AUDITED:
         return
     try:
-        what = given[AUDITED[event]]  # of an import there is a file where it is an extension
-        name = os.fsdecode(getattr(what, "co_filename", what) or "")
-        if event == "exec":
-            name, Turns.text = Turns.text if name == "<string>" else name, ""
+        name = os.fsdecode(given[AUDITED[event]] or "")  # of an import there is a file where it is an extension
+        writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
+        if name.endswith(".pyc") and not writes:  # what is compiled is read in place of its source
+            name = importlib.util.source_from_cache(name)
         if name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py")):
-            writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
             file = Path(name).absolute()
-            if event == "open" and name.endswith(".py") and not writes:
-                Turns.text = name  # it may as well be copied
-            elif not (name.endswith(".py") and (name.startswith("<") or _of_library(str(file)))):
+            if not (name.endswith(".py") and _of_library(str(file))):
                 _list("w" if writes else "r", file)
     except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
         pass
@@ -272,23 +256,17 @@ def resident_bytes(kind: str) -> Any:
     return 1024 * int(sizes[kind].split()[0]) if kind in sizes else None
 
 
-def listed_version(module: str) -> Any:
-    """The version of the distribution that has a module's name; None where there is none."""
-    from importlib import metadata  # noqa: PLC0415 - it takes long, and torch has done so by now
-
-    with contextlib.suppress(Exception):  # whatever somebody's metadata holds
-        return metadata.version(module)
-    return None
-
-
 def _of_library(file: str) -> bool:
     return "-packages/" in file or file.startswith((f"{Path(os.__file__).parent}/", f"{FOLDER}/"))
 
 
-def _version(module: Any) -> Any:
+def _version(name: str, module: Any) -> Any:
+    """What a module says, or the distribution of its name; None where neither does."""
+    from importlib import metadata  # noqa: PLC0415 - it takes long, and torch has done so by now
+
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # what a module does when it is asked
         warnings.simplefilter("ignore")
-        return module.__version__
+        return getattr(module, "__version__", None) or metadata.version(name)
     return None
 
 
@@ -301,18 +279,6 @@ def _within_its_own_step(optimizer: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def entry_modules(command: str) -> set[str]:
-    """The modules that installed packages list as what a command runs."""
-    from importlib import metadata  # noqa: PLC0415
-
-    found = set()
-    for package in metadata.distributions():
-        with contextlib.suppress(Exception):
-            entries = [e for e in package.entry_points if (e.group, e.name) == ("console_scripts", command)]
-            found |= {entry.value.partition(":")[0] for entry in entries}
-    return found
 
 
 def attach(torch: Any) -> None:

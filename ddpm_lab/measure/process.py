@@ -96,13 +96,12 @@ class RankJob:
 
 
 class Life(NamedTuple):
-    """A rank's last sign of life: how long ago, its steps, marks and phase; for how long the process is stopped."""
+    """A rank's last sign of life: how long ago, its steps, marks and phase."""
 
     silent_seconds: float
     steps: int
     marks: int
     phase: str
-    frozen_seconds: float = 0.0
 
 
 class Heartbeat:
@@ -157,8 +156,6 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     # by os._exit, would leave it behind.
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    # The kernel wakes a stopped rank by it when the server above has ended, which need not be the rank's end.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     del sys.argv[1:]  # the lab's: a training that reads a command line would take them as its own
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     try:
@@ -205,8 +202,9 @@ def _die_with_parent(lifeline: Connection) -> None:
 
 def _error(error: BaseException) -> dict[str, Any]:
     """What a rank says of its failure: the fields of an ``Ending``."""
-    status = "unsupported" if isinstance(error, Unsupported) else "oom" if _out_of_memory(error) else "crashed"
-    message = str(error) if status == "unsupported" else _one_line(error)
+    unsupported = isinstance(error, Unsupported)
+    message = str(error) if unsupported else _one_line(error)
+    status = "unsupported" if unsupported else "oom" if tells_of_memory(message) else "crashed"
     return {"status": status, "message": message, "detail": traceback.format_exc(), "time": time.monotonic()}
 
 
@@ -225,13 +223,9 @@ def _one_line(error: BaseException) -> str:
     return "".join([f"{name}: {text}"[:400] if text else name, *where])
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or tells_of_memory(str(error))
-
-
 def tells_of_memory(text: str) -> bool:
     """Whether there was too little of it; cuBLAS and cuDNN, which allocate for themselves, speak of their status."""
-    return any(word in text.lower() for word in ("out of memory", "defaultcpuallocator", "status_alloc_failed"))
+    return any(word in text.lower() for word in ("out of memory", "memoryerror", "defaultcpuallocator", "alloc_failed"))
 
 
 def _boot_id() -> str:
@@ -241,14 +235,6 @@ def _boot_id() -> str:
 def host_id() -> str:
     """Twelve hexadecimal digits that tell hosts apart: those of one network and one boot of a kernel are one host."""
     return digest([str(Path("/proc/self/ns/net").readlink()), _boot_id()])
-
-
-def _status(process: psutil.Process) -> str:
-    """What a process is at, as psutil names it; "dead" where it has ended, also if another has its number by now."""
-    with contextlib.suppress(psutil.Error):
-        if process.is_running():
-            return str(process.status())
-    return psutil.STATUS_DEAD
 
 
 def kill_group(leader: psutil.Process) -> None:
@@ -310,36 +296,29 @@ def sweep() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-GUARDED = "DDPM_LAB_GUARDED"  # in the environment of what is below a guard, by which it is found where that was killed
-_guards: dict[subprocess.Popen[bytes], str] = {}
+_guards: set[subprocess.Popen[bytes]] = set()
 
 
 def guarded(command: list[str], output: IO[bytes], env: Mapping[str, str], **how: Any) -> subprocess.Popen[bytes]:
     """Start a program below a guard, which ends with this process."""
     words = [sys.executable, "-I", str(PACKAGE / "measure" / "guard.py"), *command]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
-    token = secrets.token_hex(8)
-    environment = {**env, GUARDED: f"{env.get(GUARDED, '')} {token}"}
-    process = subprocess.Popen(words, **streams, start_new_session=True, env=environment, **how)
-    _guards[process] = token
+    process = subprocess.Popen(words, **streams, start_new_session=True, env=env, **how)
+    _guards.add(process)
     return process
 
 
-def end_guarded(process: subprocess.Popen[bytes]) -> None:
-    """End a guard and all that is below it."""
+def end_guarded(process: subprocess.Popen[bytes], seconds: float = END_SECONDS + 1) -> None:
+    """End a guard and all that is below it, which it has ``seconds`` to do itself."""
     assert process.stdin
     process.stdin.close()  # at whose end it ends
     try:
-        process.wait(END_SECONDS + 1)
-    except subprocess.TimeoutExpired:  # it is stopped
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:  # it is stopped, or a second signal ends all
+        end_below(process.pid)
         process.kill()
         process.wait()
-    token = _guards.pop(process, "")
-    if process.returncode < 0:
-        for left in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it is another user's, or ended meanwhile
-                if token and token in left.environ().get(GUARDED, "").split():
-                    left.kill()
+    _guards.discard(process)
 
 
 MODULES = (
@@ -365,16 +344,13 @@ class Ending(NamedTuple):
 _server: Any = forkserver.ForkServer()
 """The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
 _ranks: set[int] = set()  # of groups that live
-_lost: set[psutil.Process] = set()  # servers that were killed, and told of
-ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def end_all() -> None:
     """End what this process has started, and whatever that has left; remove its private folder."""
     global _home  # noqa: PLW0603 - as long as the process
     for process in [*_guards]:  # of which a signal had interrupted the end
-        process.kill()
-        end_guarded(process)
+        end_guarded(process, 0.0)
     if pid := _server._forkserver_pid:
         end_below(pid)
         os.kill(pid, signal.SIGKILL)  # not yet waited for, so that it is this one
@@ -427,13 +403,11 @@ class LocalRank:
         end, self._lifeline = context.Pipe(duplex=False)
         self._ending: Ending | None = None
         self._done = False
-        self._stopped_since: float | None = None
         called = f"ddpm_lab rank {job.rank}"
         self._process: Any = context.Process(target=rank_main, args=(job, theirs, end), name=called)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
-                self._parent = psutil.Process(_server._forkserver_pid)
             self.leader = psutil.Process(self._process.pid)
             self.pid = self.leader.pid
             _ranks.add(self.pid)
@@ -452,21 +426,17 @@ class LocalRank:
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
         self._beat.touch()
-        self._see_parent()
         self._done = False
-        if self._parent in _lost:  # which would have told that the rank ends
-            self.ears = [self._pipe]
         with contextlib.suppress(OSError):
             self._pipe.send((command, arguments))
 
     def hear(self) -> str | None:
         """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
-        self._see_parent()
         if self._ending:
             return LEFT
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
-                return None if self._lives() or self._pipe.poll() else LEFT
+                return None if self._process.is_alive() or self._pipe.poll() else LEFT
             said = parsed(self._pipe.recv_bytes())
             if "error" in said:
                 self._ending = Ending(**said["error"])
@@ -476,26 +446,13 @@ class LocalRank:
         self._process.join(1)  # for its exit code
         return LEFT
 
-    def _see_parent(self) -> None:
-        """Where the fork server was killed, the rank that notices, as one at work does, is to blame; others go on."""
-        if self._parent not in _lost and _status(self._parent) in ENDED:
-            _lost.add(self._parent)
-            how = "its parent process, which starts the ranks, was killed"
-            self._ending = Ending("crashed", how, self.log(), time.monotonic())
-
-    def _lives(self) -> bool:
-        return self._process.is_alive() or _status(self.leader) not in ENDED
-
     def life(self) -> Life:
-        now = time.monotonic()
-        stopped = _status(self.leader) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        self._stopped_since = (self._stopped_since or now) if stopped else None
-        return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
+        return self._beat.read()
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""
         self.hear()
-        code = None if self._ending or self._lives() else self._process.exitcode
+        code = None if self._ending or self._process.is_alive() else self._process.exitcode
         if code is not None and (code or not self._done):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
@@ -507,7 +464,7 @@ class LocalRank:
         return ""
 
     def stack(self) -> str:
-        """The log with the stacks of the rank's threads as they are now, which it can write unless it is frozen."""
+        """The log with the stacks of the rank's threads as they are now, unless it is stopped."""
         with contextlib.suppress(psutil.Error):
             self.leader.send_signal(signal.SIGUSR1)
         time.sleep(0.3)  # faulthandler writes them to the log
@@ -515,7 +472,7 @@ class LocalRank:
 
     def kill(self) -> None:
         """Kill the rank, its process group, and what has left that."""
-        if self._lives():
+        if self.leader.is_running():  # also where the fork server was killed
             end_below(self.pid)
             with contextlib.suppress(psutil.Error):
                 self.leader.kill()
@@ -527,8 +484,8 @@ class LocalRank:
         # The leader is gone; what it started may still stand in its process group, or below the fork server.
         kill_group(self.leader)
         _ranks.discard(self.pid)
-        if self._parent.pid == _server._forkserver_pid:
-            end_below(self._parent.pid, spared=_ranks)
+        if pid := _server._forkserver_pid:
+            end_below(pid, spared=_ranks)
         with contextlib.suppress(ValueError):
             self._process.close()
         for end in (self._pipe, self._lifeline):

@@ -309,7 +309,7 @@ class Rank:
             "threads": self.job.threads,
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.cuda else None,
-            "peak_rss_bytes": _peak_rss_bytes(),
+            "peak_rss_bytes": hook.resident_bytes("VmHWM"),  # ru_maxrss also counts the parent before exec
             "images": seen.get("images"),
             "indices_sha256": str(seen.get("indices_sha256", "")),
         }
@@ -406,13 +406,6 @@ def nccl_seen(environment: Mapping[str, str]) -> dict[str, Any]:
     names = [name for name, values in NCCL.items() if values.items() <= environment.items()]
     own = {name: value for name, value in environment.items() if name.startswith("NCCL_")}
     return {"nccl": names[-1], "nccl_environment": own}  # the default, which sets nothing, comes first
-
-
-def _peak_rss_bytes() -> int | None:
-    """The most this process has had resident; None is unknown. ``ru_maxrss`` also counts the parent before ``exec``."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
-    return None
 
 
 def _helpers_seconds() -> float:

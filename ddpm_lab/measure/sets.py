@@ -227,10 +227,8 @@ class Seat:
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
             raise GroupFailed("diverged", "the training loss is no longer finite")
-        hosts = [] if side_by_side() else [vars(watch), *self.alive.watched_elsewhere()]
         start = min(r["start"] for r in reports)
-        # Of the host that lost most; unknown where one host's is.
-        others, stolen = (folded(max, [host[name] for host in hosts]) for name in ("others_cores", "stolen_seconds"))
+        others, stolen = (None, None) if side_by_side() else (watch.others_cores, watch.stolen_seconds)
         self.windows.append(
             Window(
                 turn=turn,
