@@ -281,7 +281,6 @@ FUSED_PARTS = (
 # Families of the experiment "multi_gpu": a name without any of these is strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK, LOST = ", weak scaling", ", lost scaling"
-TOGETHER = ", together"  # ends the family in which what may be recommended is measured together
 
 # Configurations from whose differences the lost scaling is computed, beside one of all ranks, such as "2 ranks".
 NO_EXCHANGE, READY_BATCHES, ALL_OFF = "no exchange", "ready batches", "all of these off"

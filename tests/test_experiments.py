@@ -163,11 +163,9 @@ class Laboratory:
         self.now, self.done, self.lines = 1000.0, list[Any](), list[tuple[str, str]]()
         self.questions: dict[str, Question] = {}
         self.refused: list[str] = []
-        self.combined: Question | None = None
         monkeypatch.setattr(experiments, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(experiments, "plan_question", self.plan)
         monkeypatch.setattr(hardware, "environment", make.environment)
-        monkeypatch.setattr(experiments, "combination", lambda planned: planned.name == "amp" and self.combined)
 
     def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> Question:
         assert (further, preset) == (False, "quick"), "what was shown gets no more sets"
@@ -233,15 +231,6 @@ def test_too_little_time_for_the_first_comparison_is_refused_before_anything_is_
     assert lab.done == []
     amp.campaign.missing = lambda: False
     assert lab.measure(600) == 2, "what has been measured needs no time"
-
-
-def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Laboratory) -> None:
-    lab.add("multi_gpu", "amp")
-    lab.combined = Question("recommendation", lab)
-    assert lab.measure() == 6
-    after = [("recommendation", f"{PRIMARY}+{OTHERS}"), ("multi_gpu", OTHERS), ("amp", OTHERS)]
-    assert [row[:2] for row in lab.done[2:]] == after
-    assert lab.combined.looks == SHOWN
 
 
 def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:

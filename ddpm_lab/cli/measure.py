@@ -347,7 +347,7 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
             save(part.figure(), picture)
             pictures.append((part.finding.headline, picture.name))
     report = bottleneck.write(study, output / "reports", pictures)
-    advice = [{**table.values(asdict(a)), "impact": a.impact} for a in bottleneck.advice(study)]
+    advice = [table.values(asdict(a)) for a in bottleneck.advice(study)]
     values = {"headline": lines[0], "finding": "\n".join(lines), "advice": advice, "report": str(report)}
     return {**values, "page": str(report.with_suffix(".html"))}
 

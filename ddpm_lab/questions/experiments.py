@@ -53,7 +53,6 @@ from ddpm_lab.plan import (
     RECOMMENDATION,
     SEARCH,
     Cell,
-    Experiment,
     Family,
     Space,
     usual_network,
@@ -62,7 +61,6 @@ from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
 from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
-from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
@@ -311,21 +309,6 @@ def undecided(planned: Planned) -> Planned:
     return planned.renewed(decided=answered)
 
 
-def combination(planned: Planned) -> Planned | None:
-    """What may be recommended together, measured as ``planned`` is; None for fewer than two, or without SciPy."""
-    if missing_to_explain():
-        return None
-    config = planned.experiment.configurations[0]
-    of: dict[str, Any] = {"workload": config.work_name} if config.is_own else {"network": config.network}
-    of |= {"device": config.device, "data": config.data_sha256}
-    family = together(_stored(RECOMMENDATION, planned.output, None, planned.cohort[0], **of))
-    rows = (family.baseline, *dict(family.candidates).values()) if family else ()
-    # Records may tell of settings, and never name code to run; what they say of other images is measured on those.
-    if {(c.workload, c.options, c.data_sha256) for c in rows} - {(config.workload, config.options, config.data_sha256)}:
-        return None
-    return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
-
-
 def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: Callable[[str, str], None]) -> int:
     """Measure what questions (name -> settings) lack within ``seconds``; returns the sets that were added.
 
@@ -362,15 +345,10 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             with _going_on(name, say):
                 measured[name] = measured[name].measure(seconds=left, stages=(PRIMARY,), look=False)
                 added_sets += measured[name].measured_sets
-    with _going_on(RECOMMENDATION, say):
-        of_this_machine = measured.get("amp") or next(iter(measured.values()), None)
-        if of_this_machine and (combined := combination(of_this_machine)):
-            measured = {RECOMMENDATION: combined, **measured}
     for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
-        stages = (PRIMARY, OTHERS) if name == RECOMMENDATION else (OTHERS,)
         with _going_on(name, say):
-            measured[name] = planned.measure(seconds=max(left, 1.0), stages=stages, look=False)
+            measured[name] = planned.measure(seconds=max(left, 1.0), stages=(OTHERS,), look=False)
             added_sets += measured[name].measured_sets
     date = hardware.environment().date
     for name, done in measured.items():  # all answers are shown at once

@@ -7,7 +7,6 @@ bottleneck report ranks the changes of one configuration in the same list.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shlex
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab import files
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import answer as shared
 from ddpm_lab.explain import charts, findings, machine_state, phrases, quality, stats
@@ -29,9 +27,8 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.files import NOT_IN_FILES, settings_text
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Cell, Family, Question, Space, usual_network
-from ddpm_lab.questions.profile import TARGETS, named
-from ddpm_lab.questions.search import Belief, believe, observations
+from ddpm_lab.plan import SEARCH, WEAK, Cell, Question, Space, usual_network
+from ddpm_lab.questions.search import observations
 from ddpm_lab.record import RunRecord, moment
 from ddpm_lab.training.setting import usual_settings
 
@@ -87,11 +84,6 @@ class Change:
     def listed(self) -> bool:
         """Whether it is worth applying or measuring, as far as is known."""
         return self.status in _TIERS
-
-    @property
-    def impact(self) -> str:
-        """High, medium or low by the lower end of the interval; unknown unless it is faster."""
-        return named(self.low, TARGETS.impacts) if self.status == FASTER else "unknown"
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -230,61 +222,11 @@ def _beneath(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]
     return found
 
 
-def combination(study: Study) -> Family | None:
-    """Return the changes that may be recommended, together beside the baseline; None for fewer than two.
-
-    The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
-    """
-    found = faster(measured(study), GOOD)
-    base = next((c.baseline for c in found if c.experiment == "amp"), found[0].baseline if found else None)
-    config, labels = base, list[str]()
-    for c in found:
-        new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
-        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader", "data_sha256"))
-        if config and same and all(getattr(config, name) == getattr(base, name) for name in new):
-            with contextlib.suppress(ConfigError):
-                config = replace(config, **new)
-                labels.append(c.label)
-    if base is None or config is None or len(labels) < 2:
-        return None
-    name, label = f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}", ", ".join(labels)
-    joined: dict[str, Any] = {"candidates": ((label, config),), "primary": label, "together": True}
-    return Family(name=name, baseline=base, baseline_label=phrases.settings(base), **joined)
-
-
-def together(study: Study) -> list[Comparison]:
-    """Return the combinations that were measured of the same network and device, the latest first."""
-    every = all_cores_first(c for c in comparisons(study) if TOGETHER in c.family and c.role == "candidate" and c.sets)
-    return [c for c in every[::-1] if _work(c.baseline) == _shown(study)]
-
-
-def parts_of(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
-    """Return the changes that a faster combination joins; none if one is not ``good``, or it is not itself."""
-    wanted = together.config.differences(together.baseline)
-    parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
-    told = {name for c in parts for name in c.config.differences(c.baseline)}
-    fine = together.verdict == FASTER and together.equivalence.verdict in GOOD
-    return parts if fine and told == wanted.keys() else []
-
-
-def _fastest(study: Study, good: Sequence[Comparison]) -> tuple[Comparison, list[Comparison]]:
-    """Return the latest combination and its parts, or a change of the same baseline where that is faster still.
-
-    Without a combination it is the first of the ``good`` changes, which come by their gain, each over its own baseline.
-    """
-    for joined in together(study):
-        if parts := parts_of(joined, good):
-            setup = {"seed", "threads", "data_sha256"}
-            rival = next((c for c in good if c.baseline.differences(joined.baseline).keys() <= setup), joined)
-            return (joined, parts) if joined.ratio.value >= rival.ratio.value else (rival, [rival])
-    return good[0], [good[0]]
-
-
 # --- what they come to ------------------------------------------------------------------------------------------------
 
 
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
-    """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
+    """Return the fastest change that may be used; else the fastest that is not judged yet, else none."""
     warnings = machine_state.warnings(study)
     several = len({c.baseline.global_batch_size for c in rows}) > 1
 
@@ -293,24 +235,13 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         narrow = held == c.baseline.precision != "fp32" and f"{held} training" not in told
         return _for(c.baseline) + f" in {held}" * narrow + batch * (several and batch not in told)
 
-    last = _last_space(study)
-    mine = tuple(r for r in study.records if last and _family_of(r) == _family_of(last) and r.role != "space")
-    late = replace(study, records=mine or study.records)  # without the sets of earlier searches
-    able = [c for c in comparisons(late) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
-    if not rows and any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
-        search = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else ""
-        warnings = machine_state.warnings(late)
-        return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *warnings, way_out=search or _again(study))
     if not rows:
-        return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
-    if good := sorted(faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        best, parts = _fastest(study, good)
-        than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
-        gain = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
+        return _nothing(study)
+    if good := faster(rows, GOOD):
+        best = max(good, key=lambda c: c.ratio.value)
+        gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}".replace("fast than", "fast as")
         headline = f"Use {best.label}{where(best)}: {gain}{findings.with_cores(best)}, quality {best.quality}"
-        open_ = [c for c in together(study)[:1] if c.verdict == FASTER and c.equivalence.verdict in OPEN]
-        unjudged = (f"{findings.difference(c)}; quality {c.quality}." for c in open_)
-        return replace(about(study, best, headline, *unjudged, *warnings), status=ANSWERED)
+        return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         told = findings.difference(best)
@@ -318,20 +249,26 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
-    gains = [c for c in rows if c.verdict == FASTER]
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
     why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
-    why = "what is faster here costs quality" if gains else why
-    if gains and not faster(rows, [c.equivalence.verdict for c in rows]):
-        asked = [b for c in gains for b in _beneath(c, rows) if b.verdict != FASTER]
-        known = "not faster" if all(b.answered for b in asked) else "not known to be faster"
-        labels = phrases.joined(list(dict.fromkeys(b.label for b in asked)))
-        why = f"the only gains build on {labels}, and that is itself {known}"
+    if any(c.verdict == FASTER for c in rows):
+        why = "what is faster here costs quality, or builds on what is not known to be faster"
     headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
     headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
     status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
+
+
+def _nothing(study: Study) -> Finding:
+    """Where no change has a speed: whether others disturbed every set, of a search those of its last family."""
+    last = _last_space(study)
+    late = replace(study, records=_measured_again(study, last) or study.records) if last else study
+    able = [c for c in comparisons(late) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
+    if any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
+        way_out = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else _again(study)
+        return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *machine_state.warnings(late), way_out=way_out)
+    return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
 
 
 def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
@@ -362,8 +299,8 @@ def _changes_figure(study: Study, rows: Sequence[Comparison], said: Finding) -> 
     if not rows:
         return charts.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
-    drawn = [*together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
-    named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in drawn]
+    fastest_first = sorted(rows, key=lambda c: -c.ratio.value)
+    named = [shared.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in fastest_first]
     return forest(
         [Panel(rows=named, reference=1)],
         title=said.headline,
@@ -404,20 +341,18 @@ class Recommendation:
     """What a search found: ``steps``, the baseline first, of which those up to step ``count`` are recommended.
 
     Up to step ``reach`` they are as fast as they must be; where that is more, trials do not say yet what they cost.
-    ``study`` holds the sets that measured them again, ``belief`` what the short sets say, and ``tried`` says how many
-    combinations these tried, and what was left out or failed.
+    ``study`` holds the sets that measured them again; ``short_sets`` had tried so many ``combinations``, and ``tried``
+    says what was left out or failed too.
     """
 
     study: Study
     steps: tuple[Step, ...]
     count: int
     reach: int
-    belief: Belief
+    space: Space
+    short_sets: int
+    combinations: int
     tried: str
-
-    @property
-    def space(self) -> Space:
-        return self.belief.space
 
     @property
     def best(self) -> Step:
@@ -432,13 +367,18 @@ def _last_space(study: Study) -> RunRecord | None:
     return max(spaces, key=lambda r: moment(r.date), default=None)
 
 
+def _measured_again(study: Study, space: RunRecord) -> tuple[RunRecord, ...]:
+    """Return the records of the sets that measured again what a search found."""
+    return tuple(r for r in study.records if _family_of(r) == _family_of(space) and r.role != "space")
+
+
 @once
 def recommendation(study: Study) -> Recommendation | None:
     """Return what the last search in a study of all experiments found; None without one that was measured again."""
     if (last := _last_space(study)) is None:
         return None
     space = Space.from_dict(last.config, last.space or {})
-    mine = tuple(r for r in study.records if _family_of(r) == _family_of(last) and r.role != "space")
+    mine = _measured_again(study, last)
     fresh, roles = replace(study, records=mine), ("baseline", "twin", "candidate")
     base, twin, rows = ([r for r in comparisons(fresh) if r.role == role and r.sets] for role in roles)
     if not (base and twin) or space.cells.get(space.start) != space.baseline:
@@ -450,20 +390,22 @@ def recommendation(study: Study) -> Recommendation | None:
     baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
     steps = _steps(fresh, space, baseline, rows, trials)
     count = _as_far_as(steps, GOOD)
-    belief = believe(space, found)
     failed = [r for r in (*searched, *mine) if r.role == "candidate" and r.status != "ok"]
-    reach, tried = max(count, _as_far_as(steps, OPEN)), _tried(belief, len(found), failed)
-    return Recommendation(study=fresh, steps=steps, count=count, reach=reach, belief=belief, tried=tried)
-
-
-def _tried(belief: Belief, sets: int, failed: Sequence[RunRecord]) -> str:
-    """Return what the search tried, and what it did not and why."""
-    space = belief.space
-    seen, every = sum(c != space.start for c in belief.sets), phrases.plural(len(space.cells) - 1, "combination")
-    text = f"The search tried {seen} of {every} in {phrases.plural(sets, 'short set')}."
-    left_out = findings.listed("Left out", ((label, reason) for label, reason in space.left_out))
-    lost = findings.listed("Failed", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))
-    return " ".join(filter(None, (text, left_out, lost)))
+    names = {config.run_id for cell, config in space.cells.items() if cell != space.start}
+    seen = {run_id for logs in found for run_id, log in logs.items() if math.isfinite(log)} & names
+    every, short = phrases.plural(len(names), "combination"), phrases.plural(len(found), "short set")
+    tried = [f"The search tried {len(seen)} of {every} in {short}.", findings.listed("Left out", space.left_out)]
+    tried += [findings.listed("Failed", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))]
+    return Recommendation(
+        study=fresh,
+        steps=steps,
+        count=count,
+        reach=max(count, _as_far_as(steps, OPEN)),
+        space=space,
+        short_sets=len(found),
+        combinations=len(seen),
+        tried=" ".join(filter(None, tried)),
+    )
 
 
 def _steps(
@@ -511,10 +453,9 @@ def _of_search(found: Recommendation) -> Finding:
         if lost := next((r for r in where.records if r.role == "candidate"), None):
             failed = f"Keep the baseline{_for(base)}: {lost.label}, fastest in the search, failed when measured again"
             return plain(where, failed, FAILED, *rest, way_out=_search_command(where, found.space))
-        tried, sets = found.belief.sets.keys() - {found.space.start}, found.belief.sets.get(found.space.start, 0)
-        if not tried or sets < stats.LEAST_SETS:
-            none = f"Nothing faster is found yet{_for(base)}, in {phrases.plural(sets, 'short set')}"
-            said = none if tried else "The search has tried nothing yet"
+        if not found.combinations or found.short_sets < stats.LEAST_SETS:
+            none = f"Nothing faster is found yet{_for(base)}, in {phrases.plural(found.short_sets, 'short set')}"
+            said = none if found.combinations else "The search has tried nothing yet"
             return plain(where, said, stats.TOO_FEW, *rest, way_out=_search_command(where, found.space))
         return plain(where, f"Keep the baseline{_for(base)}: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
@@ -599,18 +540,6 @@ def _bar(name: str, c: Comparison, start: float, colour: str) -> Row:
     return replace(shared.row(c, name), start=start, colour=colour, dots=())
 
 
-def tried_table(found: Recommendation) -> Table:
-    """What the search tried: each combination with its speed by what all its short sets say, the fastest first."""
-    belief, start, rows = found.belief, found.space.start, []
-    for cell in sorted((c for c in belief.sets if c != start), key=lambda c: -belief.speed(c)):
-        mean, spread = belief.gain(cell, start)
-        value, low, high = (stats.exp(mean + side * spread) for side in (0, -1.96, 1.96))
-        speed = phrases.times(stats.Interval(value=value, low=low, high=high))
-        row = {"Configuration": found.space.changed(cell), "In the search, of the baseline's speed": speed}
-        rows.append({**row, "Short sets": str(belief.sets[cell])})
-    return rows
-
-
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
@@ -624,8 +553,6 @@ def answer(study: Study) -> Answer:
     figure, table = lambda: _changes_figure(study, rows, of_all), lambda: changes_table(_changes(study, rows))
     views = list[View]()
     if searched:
-        tried = "What the search tried; what trials call worse is not chosen."
-        views.append(View(caption=tried, table=lambda: tried_table(searched)))
         usable = found.sets and found.status == ANSWERED
         steps, again = lambda: steps_figure(searched), "What the search found, measured again step by step."
         if searched.count or ((searched.reach or not rows) and not usable):
