@@ -157,7 +157,7 @@ def records_of(planted: Planted) -> list[RunRecord]:
 def test_what_is_wrong_comes_first_with_what_curing_it_is_worth(name: str) -> None:
     planted = MACHINES[name]
     first, *others = question.advice(study(*records_of(planted)))
-    assert (first.title, first.impact, first.status) == (planted.cure, "high", ranked.FASTER)
+    assert (first.title, first.status) == (planted.cure, ranked.FASTER)
     assert first.low <= planted.gain <= first.high
     assert all(a.rank >= first.rank for a in others)
 
@@ -282,10 +282,10 @@ def test_a_planted_machine_is_measured_and_cured(tmp_path: Path) -> None:
 
 def test_the_verdict_names_what_takes_most() -> None:
     for phases, words in (
-        (STARVED, ["limited by I/O", "I/O 60 % (poor)", "compute share 39 % (poor)"]),
-        (BUSY, ["limited by compute", "compute share 97 % (good)", "I/O 2.0 % (good)"]),
+        (STARVED, ["limited by I/O", "compute share 39 %, I/O 60 %"]),
+        (BUSY, ["limited by compute", "compute share 97 %, I/O 2.0 %"]),
         ({"copy": 50.0, "forward": 49.0, "data": 1.0}, ["limited by memory transfer, 50 %"]),
-        ({"forward": 75.0, "data": 25.0}, ["limited by compute", "between good and poor", "above its target"]),
+        ({"forward": 75.0, "data": 25.0}, ["limited by compute", "above its target"]),
     ):
         said = question.verdict(about(study(profiled(CONFIG, phases))))
         assert not [word for word in words if word not in said]
@@ -316,8 +316,8 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         (with_state(0.1, 50.0), "CPU utilisation", MISSED, "50 %"),
         # The cores were busy for 95 % of the time, and what others took of that counts for nothing.
         (with_state(0.5, 95.0, 0.1), "CPU utilisation", MET, "90 %"),
-        (with_state(0.5, 95.0, 1.0), "CPU utilisation", UNKNOWN, "45 %"),
-        (with_state(0.5, 95.0, None), "CPU utilisation", UNKNOWN, "95 %"),
+        (with_state(0.5, 95.0, 1.0), "CPU utilisation", UNKNOWN, UNKNOWN),
+        (with_state(0.5, 95.0, None), "CPU utilisation", UNKNOWN, UNKNOWN),
     ):
         found = target(shown, name)
         assert (found.status, found.now.startswith(now)) == (status, True), (name, found)

@@ -1,4 +1,4 @@
-"""Names for parallel efficiency, from two documents or one's own table, and for the shares of a step, from a third."""
+"""Names for parallel efficiency, from two documents or one's own table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -21,8 +21,8 @@ from ddpm_lab.explain.selection import Study, once, rank_zero
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import SEARCH, Experiment, Family, Question
-from ddpm_lab.questions import peers, torch_compile
 from ddpm_lab.questions import profile as bd
+from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.questions.profile import TARGETS, Budget
 from ddpm_lab.questions.recommendation import FASTER, GOOD, INCONCLUSIVE, Change, change, changes_table, single
@@ -296,8 +296,7 @@ def verdict(about: Subject) -> str:
         return f"{bd.headline(about.taken)}: no bottleneck is named."
     compute, io = line.share(bd.COMPUTE), line.share(bd.IO)
     most = max((bd.IO, bd.TRANSFER, bd.COMPUTE, bd.OTHER), key=line.share)
-    told = f"compute share {bd.percent(compute)} ({bd.named(compute, TARGETS.compute_names)})"
-    told += f", I/O {bd.percent(io)} ({bd.named(io, TARGETS.io_names)})"
+    told = f"compute share {bd.percent(compute)}, I/O {bd.percent(io)}"
     if most == bd.COMPUTE and io >= TARGETS.io:
         told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
@@ -356,25 +355,16 @@ def _memory(about: Subject) -> tuple[float, str]:
 
 
 def _utilisation(about: Subject) -> Target:
-    """How busy the device was while the budget was taken; a CPU by what was measured alone, without its neighbours.
-
-    Where these took more than a tenth of the cores nobody knows whether the target would have been met without them.
-    """
-    values, wanted = (about.profile.profile or {})["budget"], f"above {bd.percent(TARGETS.utilisation)}"
-    cpu, cores = about.config.device == "cpu", about.profile.environment.machine.usable_cores
-    name = f"{'CPU' if cpu else 'GPU'} utilisation"
-    taken = values.get("state", {}).get(f"{'cpu' if cpu else 'gpu'}_utilisation_percent")
-    others = values.get("others_cores") if cpu else 0.0
-    if taken is None:
-        return Target(name, wanted, UNKNOWN, UNKNOWN)
-    if others is None:
-        now = f"{bd.percent(taken / 100)} with other processes, whose share is unknown"
-        return Target(name, wanted, now, UNKNOWN)
-    found = _target(name, wanted, max(taken / 100 - others / cores, 0.0), TARGETS.utilisation, 1.01)
-    if others <= bd.DISTURBED * cores:
-        return found
-    now = f"{found.now}; other processes took {others:.1f} of {phrases.plural(cores, 'core')}"
-    return found._replace(now=now, status=MET if found.status == MET else UNKNOWN)
+    """How busy the device was while the budget was taken; a CPU without its neighbours, where they took little."""
+    values, kind = (about.profile.profile or {})["budget"], "CPU" if about.config.device == "cpu" else "GPU"
+    taken = values.get("state", {}).get(f"{kind.lower()}_utilisation_percent")
+    share = math.nan if taken is None else taken / 100
+    if kind == "CPU":
+        cores, others = about.profile.environment.machine.usable_cores, values.get("others_cores")
+        disturbed = others is None or others > bd.DISTURBED * cores
+        share = math.nan if disturbed else max(share - others / cores, 0.0)
+    wanted = f"above {bd.percent(TARGETS.utilisation)}"
+    return _target(f"{kind} utilisation", wanted, share, TARGETS.utilisation, 1.01)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -409,7 +399,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         phases=tables.markdown(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
-        roofline=peers.limits_sentence(study, about.speed),
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
         all_changes=findings.command_of_step(study, config, base=about.profile.label),

@@ -12,10 +12,9 @@ from typing import Any
 
 from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.bands import Names
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
-from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
+from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, compared, plain
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Question
@@ -132,26 +131,15 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
 
 
 class TARGETS:
-    """S002's thresholds for what a step does, each a share of 1, and its names with their bounds, best first.
+    """S002's thresholds for what a step does, each a share of 1.
 
     ``compute`` is to be exceeded by the part of a step's wall time that computes, ``io`` not to be reached by the part
     that waits for data; ``memory`` are the ends of what should be in use, ``utilisation`` is to be exceeded by the
-    device. Its bands are good 80 to 90 % and poor 50 to 70 % of compute, good 10 to 20 % and poor 30 to 50 % of I/O:
-    what lies beyond has the name of the nearer band, what lies between has none there. The names of impacts, with the
-    least gain of each, are the lab's own.
+    device.
     """
 
     whose = "S002"
     compute, io, memory, utilisation = 0.80, 0.15, (0.30, 0.60), 0.80
-    compute_names: Names = (("good", 0.80), ("between good and poor", 0.70), ("poor", 0.0))
-    io_names: Names = (("good", 0.20), ("between good and poor", 0.30), ("poor", 1.0))
-    impacts: Names = (("high", 1.20), ("medium", 1.05), ("low", 0.0))
-
-
-def named(value: float, names: Names) -> str:
-    """The name that a value has, by the lower bounds of names, or by upper ones where they rise."""
-    upper = names[0][1] < names[-1][1]
-    return next((name for name, bound in names if (value <= bound if upper else value >= bound)), names[-1][0])
 
 
 def _line(window: Mapping[str, Any]) -> Line:
@@ -372,12 +360,6 @@ def in_all(name: str, kind: str, ops: Sequence[Operator]) -> Operator:
     return Operator(name, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
 
 
-def operator_headline(record: RunRecord) -> str:
-    """The class of operators that takes most; the profile must hold operator time."""
-    first = operator_classes(record)[0]
-    return f"{phrases.begun(first.name)}: {percent(first.share)} of the operator time of a training step"
-
-
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 _DRAWN_OPERATORS, _TOP_OPERATORS = 10, 12  # in the figure and in the table
@@ -386,41 +368,33 @@ _SHOWN = 0.0005  # smaller phases are named in the note
 
 
 def answer(study: Study) -> Answer:
-    """Show the time budget of the latest profile and its operators; without a budget the operators alone."""
-    record = next((r for r in reversed(study.records) if r.role == "profile" and r.status == "ok" and r.profile), None)
-    if record is None:
+    """Show the time budget of the latest profile, and its operators."""
+    latest = next(((r, b) for r in reversed(study.records) if r.status == "ok" and (b := budget(r))), None)
+    if latest is None:
         failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
         if failed is None:
-            return _without_profile(study, compared(replace(study, records=())))
-        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
-        return _without_profile(study, plain(study, "The profile failed", FAILED, why))
-    taken, known, dark = budget(record), operators(record), unseen(record)
-    if taken is None and not known:
-        return _without_profile(study, plain(study, "The profile holds no operator time", FAILED))
+            found = compared(replace(study, records=()))
+        else:
+            why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+            found = plain(study, "The profile failed", FAILED, why)
+        message = partial(charts.message, found.headline, phrases.context(study), found.claim)
+        return Answer(study=study, finding=found, figure=message, table=lambda: [])
+    record, taken = latest
     context = phrases.context(replace(study, records=(record,)))
-
-    def drawn() -> Figure:
-        return _operators_figure(f"{context}{charts.SEPARATOR}{record.family}", record)
-
-    if taken is None:
-        found = plain(study, operator_headline(record), ANSWERED, dark, verdict="profiled")
-        return Answer(study=study, finding=found, figure=drawn, table=lambda: operators_table(record))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    found = plain(study, headline(taken), status, mechanism, dark, evidence=f"{evidence(taken)}.", verdict=verdict)
-    views = (
-        View(caption="Operators of profiled steps, each second counted once.", name="operators", figure=drawn),
-        View(caption="The operators in numbers.", table=lambda: operators_table(record)),
+    told = {"evidence": f"{evidence(taken)}.", "verdict": verdict}
+    found = plain(study, headline(taken), status, mechanism, unseen(record), **told)
+    drawn = partial(_operators_figure, f"{context}{charts.SEPARATOR}{record.family}", record)
+    views: tuple[View, ...] = (
+        View("Operators of profiled steps, each second counted once.", "operators", drawn),
+        View("The operators in numbers.", table=partial(operators_table, record)),
     )
     where = charts.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
     where += f"{charts.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
     figure = partial(_budget_figure, taken, where)
-    return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=views if known else ())
-
-
-def _without_profile(study: Study, found: Finding) -> Answer:
-    message = partial(charts.message, found.headline, phrases.context(study), found.claim)
-    return Answer(study=study, finding=found, figure=message, table=lambda: [])
+    views = views if operators(record) else ()
+    return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=views)
 
 
 def operators_table(record: RunRecord) -> Table:
@@ -496,7 +470,7 @@ def _operators_figure(context: str, record: RunRecord) -> Figure:
             Panel(heading="Classes of operators", rows=[*map(row, classes)]),
             Panel(heading=longest, rows=[*map(row, top)]),
         ],
-        title=operator_headline(record),
+        title=f"{phrases.begun(classes[0].name)}: {percent(classes[0].share)} of the operator time of a training step",
         context=f"{context}{charts.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
