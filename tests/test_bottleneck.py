@@ -12,7 +12,6 @@ from conftest import Call
 from planted_machines import MACHINES, Planted, profiled, seconds, study, told
 from setups import setup
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.measure import bottleneck_study
 from ddpm_lab.config import OWN, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
@@ -32,7 +31,6 @@ from ddpm_lab.questions.bottleneck import (
     batch_sizes,
     bottleneck,
     changes,
-    check_memory,
     fitting,
     markdown,
 )
@@ -362,17 +360,6 @@ def test_records_become_a_report_and_a_page_in_one_file(call: Call, ledger: Path
     assert "bottleneck_report_profile.png" in text
     assert page.count("data:image/png;base64,") == 2
     assert not {".png", "<script"} & set(re.findall(r"\.png|<script", page))
-
-
-def test_a_batch_that_cannot_fit_is_refused_before_anything_is_measured(call: Call, data: Path, tmp_path: Path) -> None:
-    large = ("--batch-size", 99_999_999, "--data", data, "--image-size", 8, "--output-dir", tmp_path)
-    code, _, error = call("run", "bottleneck", *large)
-    assert (code, "global_batch_size is 99,999,999" in error) == (2, True)
-    assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
-    fits = replace(CONFIG, global_batch_size=2**30 // (24 * 2**10))  # an image and its noise take 24 KiB
-    check_memory(fits, 2**30, "the machine")
-    with pytest.raises(ConfigError, match="global_batch_size is 43,691"):
-        check_memory(replace(fits, global_batch_size=43_691), 2**30, "the machine")
 
 
 def test_what_is_the_same_is_judged_by_the_resolution_that_was_asked_for(tmp_path: Path, data: Path) -> None:

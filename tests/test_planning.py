@@ -4,16 +4,14 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import Plan
 from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
@@ -161,12 +159,9 @@ def test_threads_are_as_many_as_cores_are_free_or_asked_for(plan: Asking, monkey
     planned = plan(image_sizes=[8, 16])
     assert {(c.threads, c.image_size) for c in planned.campaign.experiment.configurations} == {(1, 8), (1, 16)}
     assert looked == [1], "once a question"
-    one, both = plan(cores=1), plan(cores=2)
-    assert [base_of(planned).threads for planned in (one, both)] == [1, 0]
-    assert (one.on_cores, looked) == (None, [1]), "what was asked for is kept"
-    search = plan("search")
-    assert {c.threads for c in search.campaign.experiment.configurations} == {1}
-    assert (search.on_cores, looked) == (None, [1, 1])
+    assert [base_of(plan(cores=n)).threads for n in (1, 2)] == [1, 0]
+    assert looked == [1], "what was asked for is kept"
+    assert {c.threads for c in plan("search").campaign.experiment.configurations} == {1}
     assert base_of(plan(preset="smoke")).threads == 0, "what calls nothing needs no look"
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     plan()
@@ -180,9 +175,9 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     write(one, make.on(make.GPUS, sets_of(one, 1)))
     write(one, [dataclasses.replace(r, code_version="other") for r in sets_of(one, 1)])
     assert (base_of(plan()).threads, looked) == (0, [2]), "of another machine, and of other code"
-    write(one, sets_of(one, 1))
+    write(one, sets_of(one, 4))
     assert (base_of(plan()).threads, looked) == (1, [2])
-    write(both, sets_of(both, 1))
+    write(both, sets_of(both, 4))
     assert base_of(plan()).threads == 0
     one.renewed().campaign.look()
     assert base_of(plan()).threads == 1, "that is the answer that was shown"
@@ -194,31 +189,20 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     assert other == [1, 1, 0], "and so do another network and batch"
 
 
-def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Asking) -> None:
-    def precision(network: str, **settings: Any) -> str:
-        return base_of(plan("torch_compile", network=network, **settings)).precision
-
-    seed = plan(network="seed")
-    write(seed, sets_of(seed, 6))
-    assert (precision("seed"), precision("tiny")) == ("bf16", "fp32")
-    for preset, later in (("smoke", "bf16"), ("quick", "fp32")):  # what was compiled first stays, of smoke nothing does
-        compiled = plan("torch_compile", network="seed", precision="fp32", preset=preset)
-        write(compiled, sets_of(compiled, 1))
-        assert precision("seed") == later
-    other = plan("torch_compile", network="tiny", precision="bf16")
-    write(other, sets_of(other, 1))
-    assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
-    campaign, here = plan().campaign, hardware.machine()
-    for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
-        own = RunConfig(workload=OWN, options=(("make", f"mine:{expected}"),))
-        rows = make.sets({"bf16": (dataclasses.replace(own, precision="bf16"), ratio)}, baseline=own)
-        gpu = dataclasses.replace(own, device="cuda")
-        rows += make.sets({"bf16": (dataclasses.replace(gpu, precision="bf16"), 1.6)}, baseline=gpu)
-        tf32 = dataclasses.replace(gpu, precision="tf32")
-        rows += make.sets({"compiled": (tf32, 1.6)}, baseline=tf32, experiment="torch_compile")
-        campaign.ledger.append(make.on(here, [dataclasses.replace(r, code_version=expected) for r in rows]))
-        instrument: Any = SimpleNamespace(code=SimpleNamespace(key=expected))
-        assert planning.compiled_in(own.work_name, Plan(), instrument, campaign.ledger) == expected
+def test_sets_that_others_disturbed_choose_fewer_cores_and_too_few_are_no_answer(
+    plan: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typed again, a question is then answered beside a process that no short look for free cores meets."""
+    both, looked = plan(cores=2), busy(monkeypatch, free=2)
+    write(both, [make.windowed(r, others_cores=2.0) for r in sets_of(both, 1)])
+    assert (base_of(plan()).threads, looked) == (1, [2])
+    write(both, sets_of(both, 3))
+    assert (base_of(plan()).threads, looked) == (0, [2]), "it was interrupted"
+    both.renewed().campaign.look()
+    assert (base_of(plan()).threads, looked) == (0, [2, 2])
+    searched = [dataclasses.replace(r, experiment="recommendation") for r in sets_of(both, 4)]
+    write(both, [make.windowed(r, others_cores=2.0) for r in searched])
+    assert base_of(plan("search")).threads == 1, "by the sets that measure again what it found"
 
 
 def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +215,8 @@ def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monk
     assert (base_of(plan("multi_gpu")).threads, looked) == (0, [2])
 
 
-def test_a_question_can_be_asked_again_for_fewer_cores_or_other_targets(plan: Asking) -> None:
+def test_a_question_renewed_has_what_the_ledger_holds_by_now_and_other_targets(plan: Asking) -> None:
     planned = plan(minutes=5, global_batch_size=4, further=False)
-    assert planned.on_cores is not None
-    again = planned.on_cores(1)
-    assert base_of(again) == dataclasses.replace(base_of(planned), threads=1)
-    assert (again.on_cores, again.output, again.campaign.target) == (None, planned.output, planned.campaign.target)
     write(planned, found := sets_of(planned, 2))
     candidate = dict(planned.campaign.experiment.families[0].candidates)["bf16"]
     renewed = planned.renewed(decided=frozenset([("a", "b")])).campaign

@@ -19,7 +19,6 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.questions import probe
-from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.training.run_folder import RunFolder
 from ddpm_lab.training.stopping import without_sigterm
 
@@ -57,13 +56,9 @@ class Machine:
             self.machine.alive -= bool(self.name)
             self.name = ""
 
-        def advance(self, steps: int, silence: float, stage: str) -> list[dict[str, float]]:
+        def advance(self, steps: int, _silence: float, stage: str) -> list[dict[str, float]]:
             machine = self.machine
             assert stage == "probing"
-            if machine.seconds[self.name] > silence:
-                machine.now += silence
-                machine.steps[self.name] = 1
-                raise GroupFailed("timed out", "no sign of life")
             machine.steps[self.name] = machine.steps.get(self.name, 0) + steps
             if (self.name, machine.steps[self.name]) == machine.dies:
                 raise GroupFailed("crashed", "killed by SIGKILL")
@@ -111,7 +106,7 @@ def fastest(
     "seconds",
     [
         {"bf": 0.2, "plain": 0.5, "ff": 0.4, "ba": 0.3, "fa": 0.45},
-        {"bf": 20.0, "plain": 1.7, "ff": 1.1, "ba": 18.0, "fa": 1.5},
+        {"bf": 8.0, "plain": 1.7, "ff": 1.1, "ba": 7.0, "fa": 1.5},
         {"bf": 0.7, "plain": 0.5, "ff": 0.6, "ba": 0.8, "fa": 0.6},
     ],
 )
@@ -122,8 +117,7 @@ def test_the_fastest_is_found_within_the_time(tmp_path: Path, play: Play, second
     assert why.startswith(f"settings: {best}, ")
     assert machine.alive == 0
     assert machine.most <= 2  # the memory of two at once, and no more
-    hopeless = 2 * (2 * probe.HOPELESS * seconds["plain"] + probe.STARTING_SECONDS)  # two may be, each for so long
-    assert machine.now <= probe.SECONDS + hopeless + 2 * 1.5 * seconds["plain"]
+    assert machine.now <= probe.SECONDS + 1.5 * max(seconds.values()) + 2 * 1.5 * seconds["plain"]
 
 
 def test_a_second_start_tries_nothing_until_something_is_different(tmp_path: Path, play: Play) -> None:
@@ -145,7 +139,7 @@ def test_what_the_user_said_stays(tmp_path: Path, play: Play) -> None:
     machine = play(plain=1.0, bf=1.8, ba=1.5, bn=1.9)
     config, why = fastest(tmp_path, said={"precision"})
     assert probe._name(config) == "bf16, channels-last"
-    assert "slower than plain fp32: a step takes 1.50 times as long" in why
+    assert "plain fp32 takes 0.67 times as long" in why
     assert machine.steps.keys() == machine.seconds.keys()
     config, why = fastest(tmp_path, said=set(probe.SETTINGS))
     assert (config, why) == (USUAL, "")
@@ -213,24 +207,6 @@ def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play)
     for how in ways:
         assert fastest(tmp_path, **how) == (how.get("config", USUAL), "")
     assert not machine.steps
-
-
-def test_a_bottleneck_is_looked_for_in_the_settings_that_train_takes(tmp_path: Path, play: Play) -> None:
-    how: dict[str, Any] = {"output_dir": tmp_path, "global_batch_size": 8, "cores": 1, "quiet": True}
-    settings: tuple[tuple[dict[str, str], str], ...] = (
-        ({}, "ff"),
-        ({"precision": "bf16"}, "ba"),
-        ({"precision": "fp32", "compile": "whole"}, ""),
-    )
-    for given, names in settings:
-        machine = play(**{**SPEEDS, "ba": 1.2, "bn": 1.9})
-        family = plan_question("bottleneck", **how, **given).experiment.families[0]
-        assert family.baseline.freed_memory == "kept"
-        assert bool(machine.steps) is bool(names)
-        if names:
-            assert probe._name(family.baseline) == NAMES[names]
-        else:
-            assert (family.baseline.precision, family.baseline.compile) == ("fp32", "whole")
 
 
 def test_a_container_that_leaves_little_of_the_machines_memory_has_no_room_for_two(

@@ -26,7 +26,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Experiment, Family, Value
-from ddpm_lab.questions import bottleneck, experiments, planning
+from ddpm_lab.questions import bottleneck, experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.calibrate import WORKLOAD
@@ -349,36 +349,6 @@ def test_a_search_goes_on_after_a_set_that_others_disturbed_and_where_it_was_sto
     measured = [labels for _, labels in lab.sets]
     assert measured[0] == measured[1], "once more without the neighbour"
     assert all(labels not in measured[1:3] for labels in measured[3:]), "what was measured is in the ledger"
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_a_search_that_is_crowded_out_starts_again_with_fewer_cores(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A neighbour takes a core from the first set on, or once the search is over; typed again, the cores stay."""
-    monkeypatch.setattr(planning, "free_cores", lambda: 2)
-    monkeypatch.setattr(hardware, "machine", lambda: make.CPU)
-    lab = Lab(tmp_path, monkeypatch)
-    held = {"compile": "off", "ranks": "1", "loader": "packed", "freed_memory": "default", "batch": "8"}
-    only = {name: [value] for name, value in held.items()}
-
-    def recommend(folder: str) -> list[tuple[str, int]]:
-        """Stage and threads of all sets so far."""
-        lab.sets = []
-        how: dict[str, Any] = {"data": str(data), "image_size": 8, "device": "cpu", "quiet": True}
-        assert experiments.recommend(only=only, output_dir=tmp_path / folder, **how).completed
-        records = Ledger(tmp_path / folder / LEDGER).read()[0]
-        return [(r.experiment, r.config.threads) for r in records if r.role == "baseline"]
-
-    quiet = recommend("quiet")
-    short = quiet.count((SEARCH, 0))
-    assert quiet == [(SEARCH, 0)] * short + [(RECOMMENDATION, 0)] * 6
-    for before in (0, short):
-        lab.loads = [0.0] * before + [1.0] * 99
-        found = recommend(f"after {before}")
-        lost = [(RECOMMENDATION, 0)] * 6 if before else [(SEARCH, 0)] * 4
-        assert found == quiet[:before] + lost + [(stage, 1) for stage, _ in quiet]
-        assert {threads for _, threads in recommend(f"after {before}")[len(found) :]} == {1}
 
 
 @pytest.mark.parametrize("known", [True, False])

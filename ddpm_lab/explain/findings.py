@@ -440,8 +440,8 @@ def _options(row: Comparison) -> Iterator[str]:
     if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
         tf32 = base.is_own and base.device == "cuda" and not base.option("number_format", "")
         usual_precision = "" if tf32 else "fp32"
-        if name == "torch_compile":  # on a CPU it takes the format of the fastest measured so far
-            usual_precision = "bf16" if base.device == "cuda" else ""
+        if name == "torch_compile" and base.device == "cuda":
+            usual_precision = "bf16"
         several = "s" if name == "workers" else ""
         yield from [f"--precision{several} {base.precision}"] * (base.precision != usual_precision)
     if name == "peers" and row.family.endswith(LEVERS):

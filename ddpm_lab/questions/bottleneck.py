@@ -95,17 +95,6 @@ def of_file(experiment: Experiment) -> Experiment:
     return replace(experiment, families=families, profiles=profiles)
 
 
-def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
-    """Raise ConfigError for a batch whose images and noise in fp32 do not fit into the memory that is ``where``."""
-    batch = config.global_batch_size
-    needed = 2 * batch * 3 * config.image_size**2 * 4
-    if needed > available_bytes:
-        raise ConfigError(
-            f"global_batch_size is {batch:,}: a step needs at least about {needed / 2**30:,.1f} GiB, and {where} has "
-            f"{available_bytes / 2**30:,.1f} GiB; give a smaller batch"
-        )
-
-
 def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
     """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
     took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families

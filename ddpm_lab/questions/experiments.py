@@ -41,12 +41,11 @@ from ddpm_lab.explain.selection import (
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import OVERRUN, Campaign
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
 from ddpm_lab.plan import (
-    LEAST_SETS,
     OTHERS,
     PRESETS,
     PRIMARY,
@@ -74,8 +73,6 @@ LEAST_MINUTES = 0.5
 SEARCH_SHARE, BESIDE_TRIALS = 0.6, 0.3
 """Share of the time that a search may take; the rest measures again what it found, and trains it if that is asked."""
 Files = Sequence[str | Path] | str | Path
-SEARCHED = ("sets", "resolution", "seeds", "images", "only", "global_batch_size")
-"""Settings of a search, and of what it found, alone."""
 
 
 def run(
@@ -208,9 +205,9 @@ def recommendation(
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
-    all questions came to. ``full`` first measures the largest batch that fits. What is recommended is written into
-    ``recommended.toml`` too. With ``ledger`` or ``machine`` nothing is measured. ``workload`` is a training of the
-    user's in place of the lab's own; the other settings, and the errors, are those of ``recommend``.
+    all questions came to. What is recommended is written into ``recommended.toml`` too. With ``ledger`` or ``machine``
+    nothing is measured. ``workload`` is a training of the user's in place of the lab's own; the other settings, and the
+    errors, are those of ``recommend``.
     """
     choice("preset", preset, PRESETS)
     output, searched = output_folder(output_dir), False
@@ -219,19 +216,9 @@ def recommendation(
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
     if preset != "quick" if minutes is None else minutes > 0:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
-        if preset == "full":
-            largest = {k: v for k, v in settings.items() if k not in SEARCHED}
-            try:
-                measure("batch_size", minutes=None if minutes is None else minutes / 3, **largest)
-                minutes = None if minutes is None else minutes * 2 / 3
-            except ConfigError as refused:  # the search is worth more
-                say(f"note: batch_size: {refused}")
-        if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
-            say("note: what is left of the time is too short for a search")
-        else:
-            base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
-            of = {"network": None if base.is_own else base.network, "device": base.device}
-            images = {"data": base.data_sha256}
+        base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
+        of = {"network": None if base.is_own else base.network, "device": base.device}
+        images = {"data": base.data_sha256}
     if not searched:
         used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
         _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
@@ -386,57 +373,39 @@ def recommend(
     ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
     the time of all of it. ``only`` and ``global_batch_size`` say what is searched (see ``search``); ``sets``,
     ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``, else no
-    trials. The other settings, and the errors, are those of ``planning.plan_question``. Where other processes disturb
-    every set, all of it starts again with fewer cores.
+    trials. The other settings, and the errors, are those of ``planning.plan_question``.
     """
-    _check_minutes(minutes)
-    settings["preset"] = preset
-    seconds = math.inf if minutes is None else 60 * minutes
-    ends = time.monotonic() + seconds
+    if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
+        raise ConfigError(
+            f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
+            f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
+        )
+    begun, seconds = time.monotonic(), math.inf if minutes is None else 60 * minutes
     trained = preset == "full" if seeds is None else bool(seeds)
-    search_ends = ends - (0.0 if minutes is None else seconds * (1 - (BESIDE_TRIALS if trained else SEARCH_SHARE)))
-    searched: dict[str, Any] = {"only": only, "global_batch_size": global_batch_size}
-    found: dict[str, Any] = {"sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
-    planned, asked = plan_question(SEARCH, **searched, **settings), {**searched, **found, **settings}
-
-    def on_cores(free: int | None) -> Planned:
-        left = minutes and max(LEAST_MINUTES, (OVERRUN - 1) * minutes, (ends - time.monotonic()) / 60)
-        return recommend(minutes=left, **asked | {"cores": free})
-
-    if preset != "smoke" and settings.get("cores") is None:
-        planned = dataclasses.replace(planned, on_cores=on_cores)
+    search_ends = begun + seconds * (BESIDE_TRIALS if trained else SEARCH_SHARE)
+    settings["preset"] = preset
+    planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
     space = planned.campaign.experiment.space
     if space is None:  # the user's training does its own steps
         raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
     base = space.baseline  # what is found is measured on the same device, cores and network
     settings |= {"device": base.device, "cores": base.threads * base.node_size or hardware.usable_cores()}
-    settings |= {"space": space, **found} | ({} if base.is_own else {"network": base.network})
+    settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
+    settings |= {} if base.is_own else {"network": base.network}
     plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
         while True:
             may_win = _admissible(planned.campaign, space)
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
-            if planned.campaign.crowded_out and (fewer := planned.on_free_cores()):
-                return fewer
             winner = belief.winner(may_win)
-            left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
+            left = None if minutes is None else max(1.0, begun + seconds - time.monotonic()) / 60
             again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
             _note_space(again.campaign, space)
             measured = again.measure()
-            if measured.campaign.crowded_out and (fewer := planned.on_free_cores()):
-                return fewer
-            if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
-                return dataclasses.replace(measured, before=measured.before + planned.campaign.measured_sets)
+            if time.monotonic() > begun + seconds or winner in _admissible(planned.campaign, space):
+                return measured
             # Trials call the winner worse: search without it.
-
-
-def _check_minutes(minutes: object) -> None:
-    if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
-        raise ConfigError(
-            f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
-            f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
-        )
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
@@ -473,10 +442,6 @@ def find(
         new = campaign.measure(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
         # Of a set that others disturbed nothing is known, and it is measured again.
-        campaign.disturbed += crowded(new)
-        campaign.crowded_out = base.device == "cpu" and campaign.disturbed == campaign.measured_sets
-        if campaign.crowded_out and campaign.disturbed >= LEAST_SETS and planned.on_cores:
-            return None
         return next(iter(search.observations(new, space.baseline.run_id)), {} if crowded(new) else None)
 
     def seconds_of(cell: Cell) -> float:

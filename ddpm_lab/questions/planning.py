@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +14,10 @@ from ddpm_lab.checks import ConfigError, Interrupted, choice, missing_to_explain
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
-from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
-from ddpm_lab.ledger import Head, Ledger, load
+from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import OVERRUN, Campaign
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
@@ -28,15 +25,24 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import LEAST_SETS, OTHERS, PRIMARY, SEARCH, TUNED, Experiment, Family, Plan, usual_network
+from ddpm_lab.plan import (
+    LEAST_SETS,
+    OTHERS,
+    PRIMARY,
+    RECOMMENDATION,
+    SEARCH,
+    TUNED,
+    Experiment,
+    Family,
+    Plan,
+    usual_network,
+)
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
-from ddpm_lab.questions.bottleneck import check_memory
 from ddpm_lab.questions.peers import PUBLISHED
-from ddpm_lab.questions.recommendation import all_cores_first
 from ddpm_lab.questions.search import SEARCH_PLAN
-from ddpm_lab.record import TWIN, Cohort, RunRecord
+from ddpm_lab.record import TWIN, Cohort, RunRecord, crowded
 from ddpm_lab.training import setting
 from ddpm_lab.training.setting import OWN_DATA, Images, Setup, code_of, usual_device
 
@@ -119,17 +125,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
-
-    ``on_cores`` plans the same question for so many cores (a search it also measures); None where they were asked for.
-    ``before`` counts the sets of a first attempt with more cores.
-    """
+    """An experiment that is checked and ready to be measured, and what the ledger then holds of it."""
 
     campaign: Campaign
     output: Path
     progress: Progress
-    on_cores: Callable[[int | None], Planned] | None = None
-    before: int = 0
 
     @property
     def experiment(self) -> Experiment:
@@ -148,7 +148,7 @@ class Planned:
     @property
     def measured_sets(self) -> int:
         """Sets that were measured now."""
-        return self.before + self.campaign.measured_sets
+        return self.campaign.measured_sets
 
     @property
     def completed(self) -> bool:
@@ -158,10 +158,8 @@ class Planned:
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Planned:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
         c = self.campaign
-        target = replace(c.target, **changes)
-        same = experiment is None or experiment.name == c.experiment.name
-        again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces)
-        return replace(self, campaign=again, on_cores=self.on_cores if same else None, before=0)
+        again = Campaign(experiment or c.experiment, replace(c.target, **changes), c.instrument, c.ledger, c.traces)
+        return replace(self, campaign=again)
 
     def measure(
         self,
@@ -173,7 +171,7 @@ class Planned:
     ) -> Planned:
         """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
 
-        What it returns is of fewer cores where the machine was too busy for all of them. See ``Campaign.run``.
+        ``yields`` as in ``Campaign.run``.
         """
         if seconds is None and self.campaign.target.seconds == 0:  # a page of a report, which measures for all of them
             if look:
@@ -181,12 +179,8 @@ class Planned:
             return self
         planned = self
         with measuring(self.progress.always) as waited:
-            if waited and self.on_cores:  # what was measured meanwhile took cores, and may have chosen them
-                planned = self.on_cores(None)
             if waited or seconds is not None:
-                target = self.campaign.target
-                time = target.seconds if seconds is None else seconds
-                planned = planned.renewed(seconds=time, decided=target.decided)
+                planned = self.renewed(seconds=self.campaign.target.seconds if seconds is None else seconds)
             campaign = planned.campaign
             try:
                 campaign.run(self.progress, stages=stages, look=look, yields=yields)
@@ -196,30 +190,9 @@ class Planned:
                 kept = campaign.measured_sets
                 most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
                 raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
-            if campaign.crowded_out and (again := planned.on_free_cores()):
-                left = campaign.seconds_left()
-                if left is not None:  # an answer is worth more than the time
-                    left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
-                found = again.measure(seconds=left, stages=stages, look=look)
-                return replace(found, before=found.before + campaign.measured_sets)
         count = campaign.measured_sets
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned
-
-    def on_free_cores(self) -> Planned | None:
-        """The same question for the cores that other processes leave; None where these are too few for it."""
-        config = self.experiment.configurations[0]
-        cores = config.rank_threads(hardware.usable_cores()) * config.node_size
-        if self.on_cores is None or cores == 1:
-            return None
-        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
-        free = min(free_cores(), cores - 1)
-        self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
-        try:
-            return self.on_cores(free)
-        except ConfigError as error:
-            self.progress.stay(str(error))
-            return None
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
@@ -240,11 +213,9 @@ def plan_question(name: str, **settings: Any) -> Planned:
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
-    if name in STAGES:  # these get the time that a search leaves, and its cores
-        return Planned(campaign=campaign, output=output, progress=progress)
-    check_time(campaign)
-    again = None if asked.cores or smoke else lambda free: plan_question(name, **{**settings, "cores": free})
-    return Planned(campaign=campaign, output=output, progress=progress, on_cores=again)
+    if name not in STAGES:  # which get the time that a search leaves
+        check_time(campaign)
+    return Planned(campaign=campaign, output=output, progress=progress)
 
 
 def check_time(campaign: Campaign) -> None:
@@ -338,7 +309,6 @@ def _experiment(
     network = asked.network or usual_network(device, name)
     work = asked.workload or network
     cores = cores_of(name, asked, instrument, ledger, target=target, device=device, work=work)
-    compiles = name == "torch_compile" and grid.get("precision") is None and device == "cpu"
     setup = Setup(
         preset=asked.preset,
         network=network,
@@ -352,6 +322,11 @@ def _experiment(
         hosts=len(fleet.hosts) if fleet else 1,
         places=fleet.node_size if fleet else 0,
     )
+    if name == "bottleneck":  # of a step as the trainer makes it here, where nothing else is said
+        usual = setting.usual_settings(device)
+        if grid.get("compile", "off") != "off" or not grid.get("channels_last", True):
+            usual.pop("kernels")  # fused kernels work eagerly and in channels-last alone
+        grid = usual | grid
     parts = []
     for size in asked.image_sizes or (asked.image_size,):
         setup = replace(setup, images=Images(folder="", sha256="", name="", image_size=size))
@@ -361,46 +336,14 @@ def _experiment(
             setup, instrument = setting.with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
-            probing = asked.preset != "smoke" and target.seconds != 0
             if name == "peers" and device == "cpu":
+                probing = asked.preset != "smoke" and target.seconds != 0
                 how = {"output": output_folder(asked.output_dir), "progress": progress, "probing": probing}
                 setup = replace(setup, formats=_formats(ask(name, setup, **grid), cores, **how))
-            if name == "bottleneck":
-                grid |= _trained_with(setup, grid, output_folder(asked.output_dir), progress, probing=probing)
-        if compiles:
-            grid["precision"] = compiled_in(work, target.plan, instrument, ledger)
         parts.append(ask(name, setup, **grid))
     rows = ("families", "left_out", "profiles", "trials", "checks")  # of the rest a question has only one
     every: dict[str, Any] = {row: tuple(one for part in parts for one in getattr(part, row)) for row in rows}
     return replace(parts[0], **every), replace(instrument, data_name=setup.images.name)
-
-
-def _trained_with(
-    setup: Setup, given: Mapping[str, Any], output: Path, progress: Progress, *, probing: bool
-) -> dict[str, Any]:
-    """The settings that ``given`` leaves open, as ``train`` chooses them here."""
-    usual = {name: value for name, value in setting.usual_settings(setup.device).items() if name not in given}
-    if given.get("compile", "off") != "off" or not given.get("channels_last", True):
-        usual.pop("kernels", None)  # fused kernels work eagerly and in channels-last alone
-    config = replace(ask("bottleneck", setup, **given, **usual).profiles[0][2], purpose="timing")
-    if config.device == "cuda":
-        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
-        check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
-    else:
-        check_memory(config, hardware.available_bytes(), "the machine")
-    found, why = probe.fastest(
-        config,
-        given.keys(),
-        steps=sys.maxsize,
-        threads=config.rank_threads(setup.usable_cores),
-        output=output,
-        folder=output,
-        probing=probing,
-        progress=progress,
-    )
-    if why:
-        progress.stay(why)
-    return {name: getattr(found, name) for name in usual}
 
 
 def _formats(experiment: Experiment, cores: int, **how: Any) -> dict[str, dict[str, Any]]:
@@ -423,39 +366,45 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
     return Images(folder=str(folder), sha256=manifest.content_hash, name=name, image_size=image_size)
 
 
-# --- what is chosen once for a question by this machine, and kept by its ledger: cores and a precision ---
+# --- the cores that a question is measured with: chosen once, and kept by its ledger ---
 
 
 def cores_of(
     name: str, asked: Settings, instrument: Instrument, ledger: Ledger, *, target: Target, device: str, work: str
 ) -> int:
-    """Cores to measure a question with: those asked for, those of its earlier sets here, or those that are free.
+    """Cores to measure a question with: those asked for, those of its answer or last set here, or those that are free.
 
     They are chosen once for a network, or training of the user's, and a batch that is asked for: a later change of load
-    measures nothing again by itself. Of several answers that with all cores leads; sets that compared nothing, for want
-    of cores, choose none for further ones.
+    measures nothing again by itself. Of several answers that with all cores leads. Too few sets that count are no
+    answer, and after a set that other processes disturbed there are fewer cores.
     """
     most, own, batch = instrument.usable_cores, asked.workload is not None, asked.grid.get("global_batch_size")
     if asked.cores is not None:
         return _checked(asked.cores, most)
     if device == "cuda" or most == 1 or asked.preset == "smoke":  # which calls nothing
         return most
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, hardware.machine().key)]
+    names, here = (SEARCH, RECOMMENDATION) if name == SEARCH else (name,), hardware.machine().key
+    mine = [h for h in ledger.heads()[0] if h.experiment in names and h.machine.key == here]
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
     mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
-    stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
 
-    def alike(heads: Sequence[Head]) -> list[RunRecord]:
-        found = [r for r in load(heads)[0] if (r.config.work_name, r.config.device) == (work, "cpu")]
+    def alike(*roles: str) -> list[RunRecord]:
+        found = load(h for h in mine if h.role in roles and h.cohort[3] == target.plan.key)[0]
+        found = [r for r in found if (r.config.work_name, r.config.device) == (work, "cpu")]
         return [r for r in found if batch in (None, r.config.global_batch_size)]
 
-    shown = alike([h for h in mine if h.role == "look"]) or alike(stopped)[-1:]
-    if target.seconds != 0:
-        shown = [r for r in shown if not r.config.threads or r.look is None or r.look["log_ratios"].keys() - {TWIN}]
-    known = [r.config.threads * r.config.node_size for r in shown]
-    if known:
-        return most if 0 in known else max(known)
-    return most if target.seconds == 0 else free_cores()
+    def answers(record: RunRecord) -> bool:
+        logs = (record.look or {"log_ratios": {}})["log_ratios"]
+        return any(len(values) >= LEAST_SETS for run_id, values in logs.items() if run_id != TWIN)
+
+    known = alike("look") or alike("baseline", "profile")[-1:]
+    if target.seconds != 0:  # else what was measured is shown
+        known = [r for r in known if r.role != "look" or answers(r)]
+    cores = [r.config.threads * r.config.node_size or most for r in known]
+    if target.seconds == 0 or (cores and not crowded(known)):
+        return max(cores, default=most)
+    with measuring(instrument.progress):  # whatever measures here takes cores, and will be over
+        return max(1, min([free_cores(), *(n - 1 for n in cores)]))
 
 
 def _checked(cores: int, most: int) -> int:
@@ -464,22 +413,6 @@ def _checked(cores: int, most: int) -> int:
     if cores > most:
         raise ConfigError(f"cores is {cores}: {most} are usable here, give at most that")
     return cores
-
-
-def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
-    """In what a CPU compiles a network, or the user's training: as in earlier sets, bf16 if called faster, or fp32."""
-    here = (hardware.machine().key, instrument.code.key)
-    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
-    wanted = ("torch_compile", "baseline", plan.key)
-    before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
-    if earlier := [r.config.precision for r in before if (r.config.work_name, r.config.device) == (work, "cpu")]:
-        return earlier[-1]
-    if missing_to_explain():
-        return "fp32"
-    records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
-    records = [r for r in records if r.role == LOOK or (r.config.work_name, r.config.device) == (work, "cpu")]
-    found = all_cores_first(comparisons(study(records, "amp"))) if records else []
-    return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
 
 
 # --- two configurations, measured in the same sets -------------------------------------------------------------------
@@ -495,11 +428,7 @@ def plan_pair(
     """
     if how.get("minutes") == 0:
         raise ConfigError("minutes is 0: give more, or leave it out for no limit")
-    most, plan = hardware.usable_cores(), partial(plan_pair, pair, names, output=output, **how)
-    if cores is None and most > 1 and not any(c.device == "cuda" or c.threads for c in pair):
-        code = plan(cores=most).campaign.instrument.code
-        chosen = plan(cores=cores_of_pair(pair, code, Ledger(output / LEDGER)), code=code)
-        return replace(chosen, on_cores=lambda n: plan(cores=n))
+    most = hardware.usable_cores()
     free = most if cores is None else _checked(cores, most)
     if free < most and any(c.threads for c in pair):
         raise ConfigError(f"cores is {cores}, and a side says how many threads it takes: leave one of the two out")
@@ -516,16 +445,22 @@ def plan_pair(
     )
     asked = Experiment(name="compare", families=(family,))
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    return plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
+    planned = plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
+    if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
+        return planned
+    how["code"] = planned.campaign.instrument.code
+    return plan_pair(pair, names, output=output, cores=cores_of_pair(pair, planned), **how)
 
 
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], code: CodeVersion, ledger: Ledger) -> int:
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Planned) -> int:
     """Cores to compare two configurations with: those of an earlier answer of this code, or those that are free."""
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
-    wanted = ("compare", "look", hardware.machine().key, code.key)
-    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key, h.cohort[1]) == wanted]
-    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
-    return max(known, default=0) or free_cores()
+    wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.campaign.ledger.heads()[0]
+    mine = [h for h in heads if (h.experiment, h.role, *h.cohort[:2]) == wanted]
+    if known := [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]:
+        return max(known)
+    with measuring(planned.progress.always):
+        return free_cores()
 
 
 def on_cores(config: RunConfig, cores: int) -> RunConfig:

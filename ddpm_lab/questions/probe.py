@@ -48,8 +48,7 @@ LEAST_TURNS = 4
 SURELY, HOPELESS = 3.0, 2.0
 """Standard errors that decide between two; how many times as long one step takes that needs no second."""
 STARTING_SECONDS = 1.0  # what a first step may take longer than the others
-SILENCE_SECONDS = 600.0
-"""The longest that the first candidate may take for a part of a step; the others are given up when hopeless."""
+SILENCE_SECONDS = 600.0  # that a part of a step may take
 FILE = Path("trace_output", "probe.json")
 Say = Callable[[str], None]
 
@@ -151,9 +150,8 @@ def _name(config: RunConfig) -> str:
 class _Contest:
     """The candidates one after the other, each against the fastest so far; ``plain`` runs first, chosen or not.
 
-    ``used`` counts seconds of steps: what processes take to start, and kernels to be compiled, leaves none untried.
-    ``times`` are those of a step relative to the first that ran. What was found is ``lasting`` if nothing failed that
-    may work at the next start.
+    ``used`` counts seconds of steps, and not what processes take to start. ``times`` are those of a step relative to
+    the first that ran. What was found is ``lasting`` if nothing failed that may work at the next start.
     """
 
     def __init__(self, choices: Mapping[str, RunConfig], plain: RunConfig, threads: int, progress: Say) -> None:
@@ -167,31 +165,25 @@ class _Contest:
         """The fastest choice for a training of so many steps; None where nothing was compared."""
         candidates = {_name(self.plain): self.plain, **self.choices}
         best, best_name, step = None, "", 0.0  # the fastest so far, and seconds of its step
-        if len(candidates) == 1:
-            return None
         with ExitStack() as stack:
             for number, (name, candidate) in enumerate(candidates.items()):
-                if best and self.used >= self.seconds:
-                    self.failed.append(f"{name} not tried for want of time")
-                    continue
+                if len(candidates) == 1 or (best and self.used >= self.seconds):
+                    break
                 self.progress(f"probing settings: {name}")
                 group = None
                 try:
                     group = stack.enter_context(Group(candidate, threads=self.threads, starting=without_sigterm))
+                    first = self._step(group)
                     if best is None:
-                        step = min(self._step(group), self._step(group))
+                        best, best_name, step, self.times[name] = group, name, min(first, self._step(group)), 1.0
                         self.seconds = max(SECONDS, PLAIN_STEPS * step)
-                        best, best_name, self.times[name] = group, name, 1.0
                         if step * steps < WORTH * SECONDS or not _room_for_two(group):
                             return None
                         continue
-                    first = self._step(group, silence=2 * HOPELESS * step + STARTING_SECONDS)
                     ratio = self._against(best, group, step, first, len(candidates) - number)
                 except GroupFailed as problem:
-                    slow = best is not None and problem.status == "timed out"
-                    self.lasting &= slow or problem.status == "unsupported"
-                    why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
-                    self.failed.append(f"{name} {why}")
+                    self.lasting &= problem.status == "unsupported"
+                    self.failed.append(f"{name} failed: {problem.reason}")
                     if group:
                         group.kill()
                     continue
@@ -204,27 +196,20 @@ class _Contest:
         return min((name for name in self.times if name in self.choices), key=self.times.__getitem__, default=None)
 
     def told(self, chosen: str) -> str:
-        """The chosen one, and how long the others take beside it; what is faster, and no choice, first."""
-        mine, found = self.times[chosen], list[str]()
-        for name, seconds in self.times.items():
-            ratio = seconds / mine
-            if ratio < 1:
-                found.insert(0, f"slower than {name}: a step takes {1 / ratio:.2f} times as long")
-            elif name != chosen:
-                much = f"{ratio:.2f}" if ratio < HOPELESS else f"over {HOPELESS:.2g}"  # of which one step is enough
-                found.append(f"{name} takes {much} times as long")
-        took = time.monotonic() - self.began
-        return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*found, *self.failed])}"
+        """The chosen one, and how long the others take beside it."""
+        mine, took = self.times[chosen], time.monotonic() - self.began
+        rest = [f"{name} takes {t / mine:.2f} times as long" for name, t in self.times.items() if name != chosen]
+        return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*rest, *self.failed])}"
 
-    def _step(self, group: Group, steps: int = 1, silence: float = SILENCE_SECONDS) -> float:
+    def _step(self, group: Group, steps: int = 1) -> float:
         """Seconds of a step of the slowest rank."""
-        seconds = max(float(report["seconds"]) for report in group.advance(steps, silence, "probing"))
+        seconds = max(float(report["seconds"]) for report in group.advance(steps, SILENCE_SECONDS, "probing"))
         self.used += seconds
         return seconds / steps
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float | None:
         """How many times as long the other takes, by turns until that is sure or time is up; None if the best fails."""
-        if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
+        if first > HOPELESS * step + STARTING_SECONDS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
         ends = self.used + max(0.0, self.seconds - self.used) / waiting
