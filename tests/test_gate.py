@@ -16,13 +16,11 @@ from conftest import Call
 from git_repository import commit, git, repository, write
 
 import ddpm_lab
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.questions import gate
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.gate import outcome, summary
@@ -80,7 +78,6 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
         ("mine:step mine:step --against main", "leave out mine:step"),
         ("mine:step", "--against"),
         ("mine:step mine:fresh --strict", "--strict.*--threshold"),
-        ("mine:step mine:fresh --always", "--always.*--against"),
         ("mine:step --against main --threshold 150%", "--threshold is '150%'"),
     ],
 )
@@ -130,20 +127,6 @@ def test_settings_of_a_revision_are_part_of_its_code(mine: Path, tmp_path: Path,
     write(mine, {"own.json": "2"})
     code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main", "--minutes", "0")
     assert (code, ": own.json changed" in err, "minutes is 0" in err) == (2, True, True)
-
-
-def test_a_revision_knows_settings_though_it_has_others_and_names_their_work_otherwise(tmp_path: Path) -> None:
-    lab = lab_checkout(tmp_path)
-    config, there = lab / "ddpm_lab" / "config.py", Tree(revision="", folders=(str(lab),), apart="")
-    text = config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str")
-    config.write_text(text.replace("return digest({name", 'return "id-" + digest({name'))
-    gate._refuse_other_settings(RunConfig(global_batch_size=8), there, "main")
-    config.write_text(text.replace("= 1000", "= 900"))
-    with pytest.raises(ConfigError, match="they name other work there"):
-        gate._refuse_other_settings(RunConfig(), there, "main")
-    config.write_text(text.replace("    threads: Annotated", "    several_threads: Annotated"))  # another length
-    with pytest.raises(ConfigError, match=r"the lab in main does not know these settings.*'threads'"):
-        gate._refuse_other_settings(RunConfig(threads=2), there, "main")
 
 
 def lab_checkout(folder: Path) -> Path:

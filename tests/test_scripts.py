@@ -1,9 +1,7 @@
 """Two command lines compared: what is a command, what differs, and a planted difference found from end to end."""
 
 import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +86,6 @@ def test_differences_are_listed_and_other_work_is_told() -> None:
     assert scripts.differences(SEEN, other) == ["parameters 72 against 90", "torch 2.11.0 against 2.15.0"]
     assert scripts.unequal(SEEN, SEEN, (8, 8)) == []
     assert "parameters and images of a step" in scripts.unequal(SEEN, other, (8, 16))[0]
-
-
-def test_files_that_were_written_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "old").touch()
-    begun = time.time() + 1
-    for name in ("model.pt", "out/trace_output/ledger.jsonl", "__pycache__/a.pyc"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (begun + 1, begun + 1))
-    assert scripts.written_since(begun, tmp_path, tmp_path / "out") == [Path("model.pt")]
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def compare(options: argparse.Namespace) -> int:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:
         threshold = wanted if threshold is None else threshold
-        measured = gate.compare_revisions(options.baseline, against, always=bool(options.always), **how)
+        measured = gate.compare_revisions(options.baseline, against, **how)
     values: dict[str, Any]
     if isinstance(measured, gate.Outcome):  # code that is the same
         code, lines, page = 0, [measured.sentence], f"### {measured.status}\n\n{table.literal(measured.sentence)}.\n"
@@ -266,8 +266,6 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
         raise ConfigError(f"--against {against} takes one step, the same on both sides: leave out {candidate}")
     if given(options, "per_step", "optimizer", "as_is") and not scripts.is_command(options.baseline):
         raise ConfigError("--per-step, --optimizer and --as-is are about command lines, such as 'python train.py'")
-    if options.always and against is None:
-        raise ConfigError("--always is for identical code of a revision: it needs --against")
     if not gated and against is None and (options.strict or options.markdown):
         raise ConfigError("--strict and --markdown are about a decision: give --against, --gate or --threshold too")
 
@@ -406,7 +404,7 @@ COMMANDS = {
     "compare": Command(
         compare,
         "compare mine:before mine:after --resolution 2%",
-        "baseline candidate against always per-step optimizer as-is resolution minutes sets cores device output-dir "
+        "baseline candidate against per-step optimizer as-is resolution minutes sets cores device output-dir "
         "tracker gate threshold strict markdown json",
         {
             "resolution": "smallest difference to be found, such as 2% (default: the threshold, or 3%)",

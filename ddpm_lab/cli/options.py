@@ -44,7 +44,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "skip-bad": _of("leave damaged images out, and say how many", bool),
     # compare, check
     "against": _of("measure A as it is in this repository against a branch, tag or commit", metavar="REVISION"),
-    "always": _of("with --against: measure identical code too", bool),
     "per-step": _of("of command lines: images of a step (of A and of B)", NUMBERS, metavar="N[,M]"),
     "optimizer": _of("of command lines: class of the optimizer whose steps count (default: the first)", metavar="NAME"),
     "as-is": _of("of command lines: set neither threads nor memory handling", bool),

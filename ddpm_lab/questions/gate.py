@@ -7,11 +7,7 @@ times them is one and the same, or nothing is measured.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +20,7 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.table import literal
 from ddpm_lab.files import expanded, output_folder
-from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
+from ddpm_lab.measure.code_version import CodeVersion, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
@@ -34,14 +30,14 @@ from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seco
 from ddpm_lab.questions.scripts import WORKING_TREE
 from ddpm_lab.training.setting import code_of, usual_device
 
-INSTRUMENT = "ddpm_lab.measure."
+INSTRUMENT = ("ddpm_lab.measure.", "ddpm_lab.config")
+"""How the names of modules begin that both sides must have in common: what measures, and what settings mean."""
 
 
 def compare_revisions(
     step: str | None,
     against: str,
     *,
-    always: bool = False,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
@@ -50,15 +46,15 @@ def compare_revisions(
     """Measure a training step of the working tree against a revision of the same repository.
 
     ``step`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
-    ``against``, the baseline, is any revision that git knows here. ``always`` measures identical code too. The rest
-    is as in ``compare``; ``limits`` are resolution, minutes, sets and cores. Code that is the same passes unmeasured.
-    Raises ConfigError where there is no such repository or revision, a side cannot be run, or what times them differs.
+    ``against``, the baseline, is any revision that git knows here. The rest is as in ``compare``; ``limits`` are
+    resolution, minutes, sets and cores. Code that is the same passes unmeasured. Raises ConfigError where there is no
+    such repository or revision, a side cannot be run, or what times them differs.
     """
     if scripts.is_command(step):
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        found = scripts.compare_commands(str(step), against=against, always=always, **how, **limits)
+        found = scripts.compare_commands(str(step), against=against, **how, **limits)
         same = f"all that {step} loads is the same in the {WORKING_TREE} and in {against}, so nothing was measured"
-        return found or _said(IDENTICAL, f"{same}; data that it reads does not count (--always measures)")
+        return found or _said(IDENTICAL, f"{same}; data that it reads does not count")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
@@ -80,16 +76,14 @@ def compare_revisions(
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
         first, second = (_contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
         changed = sorted({name for name, _ in first ^ second})  # what differs, or what only one of them has
-        if not changed and candidate == baseline and not always:
+        if not changed and candidate == baseline:
             return _said(
                 IDENTICAL,
                 f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
-                f"({tree.revision}), so nothing was measured; data that it reads does not count (--always measures)",
+                f"({tree.revision}), so nothing was measured; data that it reads does not count",
             )
         _refuse_another_instrument(changed, against)
         baseline = dataclasses.replace(baseline, revision=tree.revision)
-        if any(module.startswith("ddpm_lab.") for module in changed):
-            _refuse_other_settings(baseline, tree, against)
         if not quiet:
             more = f" and {len(changed) - 5} more" * (len(changed) > 5)
             named = f"{', '.join(changed[:5]) or 'no module'}{more}"
@@ -144,23 +138,6 @@ def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workl
                 f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
                 "change to the submodule, and compare revisions of it there"
             )
-
-
-def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
-    """Raise ConfigError where the revision's own lab does not read these settings as the same work."""
-    code = "import json, pickle, sys; print(json.dumps(pickle.load(sys.stdin.buffer).flat))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(tree.path)}
-    command = [sys.executable, "-P", "-c", code]
-    asked = subprocess.run(command, input=pickle.dumps(config), capture_output=True, check=False, env=environment)
-    mine = json.loads(json.dumps(config.flat))
-    theirs = {} if asked.returncode else json.loads(asked.stdout)
-    # What only one of them knows is at its default: a setting that is not is refused as unknown.
-    if not theirs or any(theirs[name] != mine[name] for name in mine.keys() & theirs.keys()):
-        said = asked.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["they name other work there"]
-        raise ConfigError(
-            f"the lab in {against} does not know these settings as this one does: {said[0]}; compare with a revision "
-            "since they came, or name a step as module:function"
-        )
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------

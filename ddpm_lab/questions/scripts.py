@@ -10,8 +10,6 @@ import dataclasses
 import os
 import re
 import shutil
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,14 +34,11 @@ from ddpm_lab.training.setting import usual_device
 
 WORKING_TREE = "working tree"
 LONGEST_LABEL = 60
-LONG_STEP = 5.0
-MOST_FILES = 20_000  # entries of the working folder that are looked at for files that were written meanwhile
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
 _REPLACES_PATH = re.compile(
     r"^[^#\n]*?\b(PYTHONPATH=(?!(?!')\S*\$\{?PYTHONPATH|\"[^\"]*\$\{?PYTHONPATH)[^\s;&|]+)", re.MULTILINE
 )
-_ANEW = re.compile(r"(\$\(|`)\s*(mktemp|date)\b")
 RAN = ("device", "world_size", "threads", "parameters", "weights", "gradients", "autocast", "compiled", "optimizer")
 
 
@@ -131,8 +126,8 @@ def look(
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
     # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
-    # Nor does a folder that has another name in every run, as that of a revision has, or a notebook's kernel.
-    anew = tree or any(map(_ANEW.search, texts_of(command, here))) or any(s.endswith(".ipynb") for s in settings)
+    # Nor do words that are others in every run: the folder of a revision, and a notebook's kernel.
+    anew = tree or any(s.endswith(".ipynb") for s in settings)
     left_out = {"device", "argv"} if anew else {"device"}
     ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
     key = digest([instrument.code.key, *ran, held])
@@ -146,7 +141,6 @@ def compare_commands(
     candidate: str | None = None,
     *,
     against: str | None = None,
-    always: bool = False,
     per_step: Sequence[int] = (1,),
     optimizer: str | None = None,
     as_is: bool = False,
@@ -158,8 +152,8 @@ def compare_commands(
 ) -> Planned | None:
     """Measure two command lines, or one as it is here against a revision of its repository; ``limits`` as in compare.
 
-    ``per_step`` are the images of a step, of each side or of both. None where a revision runs the same code, unless
-    ``always``. Raises ConfigError where a side does not make a few steps here.
+    ``per_step`` are the images of a step, of each side or of both. None where a revision runs the same code. Raises
+    ConfigError where a side does not make a few steps here.
     """
     output = output_folder(output_dir)
     if len(per_step) > 2:
@@ -184,20 +178,16 @@ def compare_commands(
                 f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
                 "imports by its own folder, and no installed package"
             )
-        if tree and not always and _contents(code, Path.cwd()) == _contents(beside, Path.cwd()):
+        if tree and _contents(code, Path.cwd()) == _contents(beside, Path.cwd()):
             return None
         if not quiet:
             for line in unequal(ran, other, images):
                 say(f"note: {line}", error=True)
-        begun, cores = time.time(), hardware.usable_cores() if itself else cores
+        cores = hardware.usable_cores() if itself else cores
         how = {"output": output, "quiet": quiet, "cores": cores, **limits}
         key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
         code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
-        measured = plan_pair((one, two), names, code=code, **how).measure()
-    if not quiet and not tree and (files := written_since(begun, Path.cwd(), output)):
-        shown = f"note: {phrases.joined([str(f) for f in files[:3]])} were written here meanwhile"
-        say(f"{shown}: if both sides write them, give each its own folder", error=True)
-    return measured
+        return plan_pair((one, two), names, code=code, **how).measure()
 
 
 @contextlib.contextmanager
@@ -223,22 +213,6 @@ def _contents(code: CodeVersion, here: Path) -> set[tuple[str, str]]:
         return there if code.tree is None or Path(there).is_relative_to(code.tree.apart) else file
 
     return {(name(file), source.sha256) for file, source in code.sources.items() if not is_library(file)}
-
-
-def written_since(moment: float, folder: Path, output: Path) -> list[Path]:
-    """Files below a folder that were written since a moment, those of the lab's ``output`` left out."""
-    found, left = [], MOST_FILES
-    for place, folders, files in os.walk(folder):
-        own = output / "trace_output"
-        folders[:] = [f for f in folders if f[:1] != "." and f != "__pycache__" and Path(place, f) != own]
-        left -= len(files)
-        if left < 0:
-            break
-        for name in files:
-            with contextlib.suppress(OSError):
-                if (path := Path(place, name)).stat().st_mtime >= moment:
-                    found.append(path.relative_to(folder))
-    return found
 
 
 def ran_as(seen: Mapping[str, Any]) -> str:
@@ -285,8 +259,4 @@ def told(study: Study) -> list[str]:
     skipped = sum(w.state.get("skipped_steps") or 0.0 for r in ran.values() for w in r.windows)
     if skipped:
         lines.append(f"gradient scaling skipped {phrases.plural(int(skipped), 'step')}, which count as steps")
-    steps = [w.step_seconds for r in ran.values() for w in r.windows]
-    if slow := sum(max(each) > LONG_STEP * statistics.median(each) for each in steps):
-        held = f"{phrases.plural(slow, 'window')} held a step {LONG_STEP:.0f} times as long as usual"
-        lines.append(f"{held}, such as an evaluation or a checkpoint; it counts")
     return lines
