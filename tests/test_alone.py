@@ -24,7 +24,6 @@ from ddpm_lab.config import SAME_WEIGHTS, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare, read_manifest
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, NOT_ENOUGH, WORSE
-from ddpm_lab.measure import alone
 from ddpm_lab.measure.alone import (
     BUDGET_SECONDS,
     LOOKS,
@@ -35,7 +34,6 @@ from ddpm_lab.measure.alone import (
     take_budget,
     train_once,
 )
-from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.sets import Instrument, Member, Seat
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions import trained
@@ -83,27 +81,6 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(data: Path, tried: Trie
     assert found["samples"] == drawn
     record = tried(replace(config, optimizer=OptimizerConfig(learning_rate=1e30, clip_norm=None)))
     assert record.status == "diverged"
-
-
-def test_a_trial_computes_with_the_threads_that_others_leave(
-    config: RunConfig, tried: Tried, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where threads are asked for, or the last bits of the weights count, it keeps those that it began with."""
-    told, set_threads = list[int](), Group.set_threads
-
-    def heard(group: Group, count: int, limit: float) -> None:
-        told.append(count)
-        set_threads(group, count, limit)
-
-    monkeypatch.setattr(Group, "set_threads", heard)
-    monkeypatch.setattr(alone, "training_cores", lambda: 1)
-    short = replace(config, options=(("images", 16), ("draws", 8)))
-    for asked, counts in ((short, [1]), (replace(short, threads=1), []), (replace(config, options=()), [])):
-        told.clear()
-        record = tried(asked)
-        assert learned(record)
-        assert told == counts
-        assert not counts or record.witness["ranks"][0]["threads"] == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.cluster import training_cores
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
@@ -87,9 +86,6 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
     seat.start()
     group = seat.alive
-    # Where the final weights alone are compared, their last bits count, and so do the threads.
-    if draws and config.device == "cpu" and not config.threads:
-        group.set_threads(config.rank_threads(training_cores()), limit)
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
     losses, held_out = list[float](), list[dict[str, Any]]()
 
