@@ -200,14 +200,13 @@ class Space:
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
-        """The space of a record; in earlier ones nothing but a single value says that a setting was held to it."""
-        held = [(name, [v[0][0]]) for name, v in values["settings"].items() if len(v) == 1 and name != BATCH]
+        """The space of a record."""
         return cls(
             baseline=baseline,
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
             guess=tuple(values["guess"]),
             left_out=tuple((label, reason) for label, reason in values["left_out"]),
-            only=tuple((name, tuple(keys)) for name, keys in values.get("only", held)),
+            only=tuple((name, tuple(keys)) for name, keys in values.get("only", ())),
             preset=values.get("preset", ""),
         )
 

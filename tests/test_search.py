@@ -93,8 +93,7 @@ def test_the_best_is_found_in_a_fraction_of_the_grids_time(kind: str, counts: tu
     assert np.mean(shares) <= 1 / 5
 
 
-def test_what_was_measured_decides_what_comes_next_and_nothing_else() -> None:
-    """A search that was killed after any set goes on as if it had not been."""
+def test_a_search_that_was_killed_after_any_set_goes_on_as_if_it_had_not_been() -> None:
     where, whole, asked = space(2, 2, 3, 2), list[Ratios](), list[list[Cell]]()
     machine = Machine(3, where, "busy")
 
@@ -102,11 +101,10 @@ def test_what_was_measured_decides_what_comes_next_and_nothing_else() -> None:
         asked.append(cells)
         return machine.measure(cells)
 
-    done = run(machine, where, measure, found=whole, most_sets=40)
+    run(machine, where, measure, found=whole, most_sets=40)
     assert len(whole) == len(asked) >= 3
     for count, cells in enumerate(asked):
         assert believe(where, whole[:count]).next_cells(machine.cells, lambda _: 1.0, math.inf) == cells
-    assert believe(where, json.loads(json.dumps(whole))).winner(machine.cells) == done.winner(machine.cells)
 
 
 def test_each_setting_is_tried_alone_first_and_what_compiles_only_where_there_is_time() -> None:
@@ -277,8 +275,6 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
     space = space_of(only={"precision": ["bf16"], "loader": ["files-1", "packed"], "batch": [4, 12], "ranks": [1, 2]})
     assert {c.precision for c in space.cells.values()} == {"bf16"}
     assert dict(Space.from_dict(space.baseline, space.as_dict()).only)["loader"] == ("files-1", "packed")
-    before = {name: value for name, value in space.as_dict().items() if name not in ("only", "preset")}
-    assert dict(Space.from_dict(space.baseline, before).only)["precision"] == ("bf16",), "an earlier record has none"
     assert (space.baseline.loader_workers, space.baseline.global_batch_size) == (1, 4)
     assert {c.global_batch_size for c in space.cells.values()} == {4, 12}
     assert space_of(global_batch_size=6).baseline.global_batch_size == 6
@@ -298,10 +294,8 @@ def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> 
     assert [config for _, config in family.candidates] == [cells[steps[3]], cells[steps[1]], cells[steps[2]]]
     trained = [replace(t.config, purpose="timing", options=()) for t in experiment.trials]
     assert trained == [cells[steps[2]], cells[steps[3]]], "a loader alone must learn the same, which seconds show"
-    longer = search.recommendation(setup(), space=space, steps=steps[:2]).families[0]
-    assert longer.name != family.name, "sets that compare others are others"
-    other_way = [space.start, cell(ranks=1), steps[3]]
-    assert search.recommendation(setup(), space=space, steps=other_way).families[0].name != family.name
+    for other in (steps[:2], [space.start, cell(ranks=1), steps[3]]):  # sets that compare others are others
+        assert search.recommendation(setup(), space=space, steps=other).families[0].name != family.name
     alone = search.recommendation(setup(), space=space, steps=[space.start])
     assert (alone.families[0].candidates, alone.trials) == ((), ())
     found = ask("recommendation", setup(), space=space, steps=steps[:2], seeds=2, images=80).trials

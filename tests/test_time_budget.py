@@ -54,15 +54,12 @@ def test_the_slowest_rank_answers_and_a_straggler_is_named() -> None:
     found = taken(FAST, SLOW)
     assert (found.rank, list(found.others)) == (1, [0])
     assert "Rank 1 computes 28 %" in found.straggler
-    even = taken(SLOW, {**SLOW, "backward": 36.0})
-    assert (even.rank, even.straggler) == (1, "")
-    assert taken(SLOW, {**SLOW, "communication": 30.0}).straggler == "", "a rank that waits longer computes no longer"
+    for even in ({**SLOW, "backward": 36.0}, {**SLOW, "communication": 30.0}):  # a rank that waits computes no longer
+        assert taken(SLOW, even).straggler == ""
     shown = answer(make.study([make.time_budget(FAST, SLOW, residual=1.0)]))
     times = [float(text.removesuffix(" ms")) for text in column(shown.table(), "Time per step, rank 1 (slowest)")]
     assert sum(times[:-1]) == pytest.approx(times[-1], rel=0.01)
     assert "Rank 0" in shown.table()[0]
-    (_, operators), *_ = shown.tables()
-    assert "aten::convolution_backward" in column(operators, "Operator")
 
 
 def test_the_trace_is_compared_share_by_share() -> None:
@@ -104,27 +101,7 @@ def test_a_gpu_that_waits_for_its_host_is_told(ahead: float, busy: float | None,
     assert not of(starved).waits_for_host, "it waits for data, and so does the host"
 
 
-def test_a_busy_machine_is_told() -> None:
-    record = make.time_budget()
-    for others, told in ((None, "unknown"), (0.1, ""), (0.9, "0.9 of 2 cores")):
-        stored(record)["others_cores"] = others
-        assert told in of(record).disturbance
-        assert bool(of(record).disturbance) == bool(told)
-
-
 # --- operators ---
-
-
-def test_class_of_an_operator() -> None:
-    for name, expected in (
-        ("void cudnn::winograd_nonfused::winogradForwardData4x4", "convolution"),
-        ("aten::_scaled_dot_product_flash_attention", "matrix product, attention"),
-        ("aten::add_", "element-wise, sums"),
-        ("aten::native_group_norm_backward", "normalisation"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
-        ("(other operators)", "other"),
-    ):
-        assert tb.operator_class(name) == expected
 
 
 def test_shares_count_each_second_once() -> None:
@@ -182,13 +159,8 @@ def test_several_compiles_widen_the_interval_and_one_tells_no_spread() -> None:
     assert three.low < one.low < one.value < one.high < three.high
 
 
-def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
-    found, row = study([30.0])
-    row = dataclasses.replace(row, ratio=dataclasses.replace(row.ratio, low=0.999))
-    _, steps = break_even(found, row)
-    assert steps.high == math.inf
-    assert pays_off(steps, row).endswith(" or more)")
+def test_what_is_slower_or_was_not_compiled_cold_never_pays_off() -> None:
     slower = study([30.0], 0.9)
-    assert (break_even(*slower)[1].value, pays_off(steps, slower[1])) == (math.inf, "never, at this speed")
-    cost, steps = break_even(*study([]))
-    assert all(map(math.isnan, (cost.value, steps.value, *steps.ends)))
+    steps = break_even(*slower)[1]
+    assert (steps.value, pays_off(steps, slower[1])) == (math.inf, "never, at this speed")
+    assert all(math.isnan(n.value) for n in break_even(*study([])))
