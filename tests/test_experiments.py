@@ -215,24 +215,6 @@ def test_what_yielded_to_others_is_measured_with_what_they_left_where_its_least_
     assert [q.yields[0] for q in lab.questions.values()] == [True, True, False]
 
 
-def test_too_little_time_for_the_first_comparison_is_refused_before_anything_is_measured(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_short(seconds: float) -> None:
-        raise ConfigError(f"{seconds:.0f} s are too short")
-
-    monkeypatch.setattr(experiments, "check_time", too_short)
-    lab.add("profile", "amp")
-    amp = lab.questions["amp"]
-    amp.experiment = SimpleNamespace(families=(SimpleNamespace(candidates=("bf16",)),))
-    monkeypatch.setattr(amp, "renewed", lambda *, seconds: SimpleNamespace(campaign=seconds), raising=False)
-    with pytest.raises(ConfigError, match="600 s"):
-        lab.measure(600)
-    assert lab.done == []
-    amp.campaign.missing = lambda: False
-    assert lab.measure(600) == 2, "what has been measured needs no time"
-
-
 def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:
     lab.add("a", takes=0.0)
     lab.add("torch_compile", compiles=1)

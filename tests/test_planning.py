@@ -65,32 +65,6 @@ def write(planned: Planned, records: list[RunRecord]) -> None:
     planned.campaign.ledger.append(records)
 
 
-# --- budgets ---------------------------------------------------------------------------------------------------------
-
-
-def smallest(plan: Asking, *words: str, **settings: Any) -> float:
-    """The minutes that would do, by the sentence that refuses fewer."""
-    with pytest.raises(ConfigError, match=r"4 sets of the primary comparison take about ([\d.]+) minutes") as refusal:
-        plan(*words, **settings)
-    return float(re.findall(r"about ([\d.]+) minutes", str(refusal.value))[0])
-
-
-def test_a_budget_too_small_for_the_primary_comparison_is_refused_with_the_smallest_that_would_do(plan: Asking) -> None:
-    assert smallest(plan, minutes=0.19) == 0.2, "4 sets of 3 groups, a second each"
-    assert plan(minutes=0.2).campaign.target.seconds == 12
-    write(planned := plan(), sets_of(planned, 1, place_seconds=3.4166))
-    least = smallest(plan, minutes=0.1)
-    assert least == pytest.approx(3 * 3 * 3.4166 / 60, abs=0.011), "three sets are still to come"
-    assert plan(minutes=least)
-    write(planned, sets_of(planned, 4))
-    assert plan(minutes=0.01), "what has its sets takes any budget"
-    sizes = plan("batch_size")
-    write(sizes, [r for r in sets_of(sizes, 4) if r.config == base_of(sizes)])
-    assert smallest(plan, "batch_size", minutes=0.5) == 1.0, "sets of other candidates are none of the primary one"
-    for settings in ({"sets": 2}, {"preset": "smoke"}):
-        assert plan(global_batch_size=4, minutes=0.01, **settings), "what promises no answer takes any budget"
-
-
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:
     wrong: dict[str, list[Any]] = {
         "minutes": [-1, float("nan"), "5", True],

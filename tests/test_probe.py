@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,38 +35,32 @@ class Machine:
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
-        self.now, self.steps, self.alive, self.most = 0.0, dict[str, int](), 0, 0
+        self.now, self.steps, self.alive, self.most = 0.0, Counter[str](), 0, 0
         self.dies: tuple[str, int] = ("", 0)
 
-    def __call__(self, config: RunConfig, *, starting: object, **_: Any) -> "Machine._Group":
+    @contextlib.contextmanager
+    def __call__(self, config: RunConfig, *, starting: object, **_: Any) -> Iterator[SimpleNamespace]:
         assert starting is without_sigterm, "processes that start here live on in the training, which saves at SIGTERM"
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        return Machine._Group(self, probe._name(config))
+        name, running = probe._name(config), set[str]()
 
-    class _Group(contextlib.AbstractContextManager["Machine._Group"]):
-        pids = ()
+        def kill() -> None:
+            self.alive -= len(running)
+            running.clear()
 
-        def __init__(self, machine: "Machine", name: str) -> None:
-            self.machine, self.name = machine, name
-
-        def __exit__(self, *_: object) -> None:
-            self.kill()
-
-        def kill(self) -> None:
-            self.machine.alive -= bool(self.name)
-            self.name = ""
-
-        def advance(self, steps: int, _silence: float, stage: str) -> list[dict[str, float]]:
-            machine = self.machine
-            assert stage == "probing"
-            machine.steps[self.name] = machine.steps.get(self.name, 0) + steps
-            if (self.name, machine.steps[self.name]) == machine.dies:
+        def advance(steps: int, _silence: float, _stage: str) -> list[dict[str, float]]:
+            self.steps[name] += steps
+            if (name, self.steps[name]) == self.dies:
                 raise GroupFailed("crashed", "killed by SIGKILL")
             # A neighbour comes and goes: now and then everything takes half as long again.
-            seconds = machine.seconds[self.name] * steps * (1.5 if int(machine.now) % 7 == 0 else 1.0)
-            machine.now += seconds
+            seconds = self.seconds[name] * steps * (1.5 if int(self.now) % 7 == 0 else 1.0)
+            self.now += seconds
             return [{"seconds": seconds}]
+
+        running.add(name)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        yield SimpleNamespace(pids=(), kill=kill, advance=advance)
+        kill()
 
 
 Play = Callable[..., Machine]
@@ -232,15 +227,12 @@ def test_another_trainer_gets_the_formats_in_which_it_is_fastest_once(
 ) -> None:
     theirs = RunConfig(workload="ddpm_lab.training.peers:diffusers", precision="bf16", freed_memory="kept")
     how: dict[str, Any] = {"threads": 2, "output": tmp_path, "probing": True, "progress": lambda _: None}
-    asked = {**how, "probing": False}
-    assert probe.formats_of(theirs, **asked) == {"precision": "bf16", "channels_last": True}, "nothing is measured"
-    machine = Machine({"fp32, NCHW": 0.3, "fp32, channels-last": 0.2, "bf16, NCHW": 0.9, "bf16, channels-last": 0.8})
-    monkeypatch.setattr(probe, "Group", machine)
-    assert probe.formats_of(theirs, **how) == {"precision": "fp32", "channels_last": True}
-    monkeypatch.setattr(probe, "Group", None)
-    assert probe.formats_of(theirs, **asked) == {"precision": "fp32", "channels_last": True}, "kept"
+    seconds = {"fp32, NCHW": 0.3, "fp32, channels-last": 0.2, "bf16, NCHW": 0.9, "bf16, channels-last": 0.8}
+    for probing, group, precision in ((False, None, "bf16"), (True, Machine(seconds), "fp32"), (False, None, "fp32")):
+        monkeypatch.setattr(probe, "Group", group)  # it is measured once, and kept
+        found = probe.formats_of(theirs, **how | {"probing": probing})
+        assert found == {"precision": precision, "channels_last": True}
     monkeypatch.setattr(probe, "multiplies_bf16", lambda: False)
-    machine = Machine({"fp32, NCHW": 0.5, "fp32, channels-last": 1.0, "plain fp32": 0.5})
-    monkeypatch.setattr(probe, "Group", machine)
-    assert probe.formats_of(dataclasses.replace(theirs, global_batch_size=16), **how)["channels_last"] is False
-    assert not any("bf16" in name for name in machine.steps)
+    monkeypatch.setattr(probe, "Group", machine := Machine(seconds))
+    probe.formats_of(dataclasses.replace(theirs, global_batch_size=16), **how)
+    assert machine.steps.keys() == {"fp32, NCHW", "fp32, channels-last"}

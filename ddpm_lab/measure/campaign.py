@@ -265,10 +265,10 @@ class Campaign:
         members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
         compared = [row for row in candidates if row[1].run_id != base.run_id]
         members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
-        begun, plan = time.monotonic(), self.lacks.plan_of(family, candidates)
+        begun, turns = time.monotonic(), self.lacks.turns(family)
         records = measure_set(
             self.instrument,
-            plan=plan,
+            plan=replace(self.target.plan, turns=turns) if turns else self.target.plan,
             members=members,
             turns=self._turns,
             gives_up=not self.held.disturbed,

@@ -84,12 +84,9 @@ class Shortfall:
             sets = self.held.sets(base, config.run_id)
         return len(sets), len(sets.keys() - self.held.looked(base))
 
-    def plan_of(self, family: Family, candidates: Sequence[Row]) -> Plan:
-        """The plan of a set, with the turns of the earlier ones of the same comparison, else of others beside it."""
-        base = family.baseline.run_id
-        turns = [max(self.held.turns(base, c.run_id) for _, c in rows) for rows in (candidates, _members(family))]
-        known = turns[0] or turns[1]
-        return dataclasses.replace(self.target.plan, turns=known) if known else self.target.plan
+    def turns(self, family: Family) -> int:
+        """Turns of a family's earlier sets, which every further one has too; 0 before the first."""
+        return max(self.held.turns(family.baseline.run_id, c.run_id) for _, c in _members(family))
 
     def count_failures(self, records: Sequence[RunRecord]) -> None:
         """Note what failed in a set; what is unsupported, or finds no memory, is left to the next run."""
@@ -121,8 +118,7 @@ class Shortfall:
         """Sets that resolve the usual difference by the scatter of this machine; what compares nothing needs few."""
         if not family.candidates:
             return LEAST_SETS
-        turns = max(self.held.turns(family.baseline.run_id, c.run_id) for _, c in family.candidates)
-        return sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, *self.scatter)
+        return sets_that_resolve(RESOLUTION, self.turns(family) or USUAL_TURNS, *self.scatter)
 
     def wanted(self, family: Family) -> list[Row]:
         """Candidates of the next set, which lack most; of a family without candidates the twin."""

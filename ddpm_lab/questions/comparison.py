@@ -31,7 +31,6 @@ from ddpm_lab.questions import scripts
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_pair
-from ddpm_lab.record import RunRecord
 from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import find_here, usual_device
 
@@ -167,8 +166,6 @@ def measure(
     for given in (baseline, candidate):
         if scripts.is_command(given):
             raise ConfigError(f"{given} is a command line, and the other side is none: give two of a kind")
-    if asked := [name for name in ("per_step", "optimizer", "as_is") if name in limits]:
-        raise ConfigError(f"{asked[0]} is about command lines, such as 'python train.py': leave it out")
     output = output_folder(output_dir)
     one, two = (
         with_images(side(given, place, device), output, quiet)
@@ -281,39 +278,33 @@ def first_losses(study: Study) -> tuple[str, str]:
     without a fixed seed, sums in another order at each run), the sides are not comparable. A difference is relative to
     the larger of two losses, the largest over steps, ranks, sets.
     """
-    sets: dict[str, dict[str, RunRecord]] = defaultdict(dict)
-    for record in study.records:
-        if record.role in ("baseline", "candidate", "twin") and record.status == "ok":
-            sets[record.set_id][record.role] = record
+    sets: dict[str, dict[str, list[list[float]]]] = defaultdict(dict)
+    for r in study.records:
+        if r.role in ("baseline", "candidate", "twin") and r.status == "ok":
+            # The first losses of each rank; 0 is what a step without a loss gives.
+            sets[r.set_id][r.role] = [rank.get("first_losses") or [] for rank in r.witness.get("ranks") or []]
     whole = [held for held in sets.values() if len(held) == 3]
     if not whole:
         return NOT_MEASURED, "no set has both sides"
-    sides = (whole[0]["baseline"], whole[0]["candidate"])
-    if silent := [r.label for r in sides if not any(map(any, _losses(r)))]:
-        return NOT_MEASURED, f"{phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss"
-    steps = min(len(rank) for held in whole for record in held.values() for rank in _losses(record))
-    base, label = (r.label for r in sides)
-    if len({r.config.world_size for r in whole[0].values()}) > 1 or not steps:
-        return NOT_COMPARABLE, f"{label} and {base} have other ranks"
+    if not all(any(map(any, ranks)) for ranks in whole[0].values()):
+        return NOT_MEASURED, "a side gives no loss"
+    steps = min(len(rank) for held in whole for ranks in held.values() for rank in ranks)
+    if not steps or len(set(map(len, whole[0].values()))) > 1:
+        return NOT_COMPARABLE, "the sides have other ranks"
 
     def apart(role: str) -> float:
         """The largest relative difference from the baseline."""
-        ranks = [zip(_losses(held["baseline"]), _losses(held[role]), strict=True) for held in whole]
-        pairs = [(a, b) for set_ in ranks for one, two in set_ for a, b in zip(one[:steps], two[:steps], strict=True)]
+        ranks = [pair for held in whole for pair in zip(held["baseline"], held[role], strict=True)]
+        pairs = [(a, b) for one, two in ranks for a, b in zip(one[:steps], two[:steps], strict=True)]
         return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
     other, own, of = apart("candidate"), apart("twin"), f"the first {steps} losses"
     if not other:
         return IDENTICAL, f"{of} agree to the last bit"
     if own:
-        repeated = f"those of {base} from one run to the next by {_share(own)}"
+        repeated = f"those of the baseline from one run to the next by {_share(own)}"
         return NOT_COMPARABLE, f"{of} differ by up to {_share(other)}, and {repeated}"
-    return DIFFERENT, f"{of} by up to {_share(other)}, where {base} repeats its own to the last bit"
-
-
-def _losses(record: RunRecord) -> list[list[float]]:
-    """The first losses of each rank; 0 is what a step without a loss gives."""
-    return [rank.get("first_losses") or [] for rank in record.witness.get("ranks") or []]
+    return DIFFERENT, f"{of} by up to {_share(other)}, where the baseline repeats its own to the last bit"
 
 
 def _share(difference: float) -> str:

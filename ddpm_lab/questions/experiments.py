@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from pathlib import Path
@@ -58,7 +58,7 @@ from ddpm_lab.plan import (
 )
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
-from ddpm_lab.questions.planning import Planned, Settings, check_time, plan_question
+from ddpm_lab.questions.planning import Planned, Settings, plan_question
 from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
 from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
@@ -301,47 +301,35 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
 
     The primary comparisons of all come first, one that would take the time of the rest after these, then with what
     time is left all others: a slow machine loses rows of tables, and few answers. What has been shown before gets no
-    further sets. ``say`` is called with a question and a
-    line of progress, or with why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how
-    the time is divided. Raises ConfigError, before anything is measured, if it is too short for the first comparison.
+    further sets. ``say`` is called with a question and a line of progress, or with why it cannot be measured: the
+    others go on. Costs and scatter, never ratios, decide how the time is divided.
     """
-    ends, added_sets, measured = time.monotonic() + seconds, 0, dict[str, Planned]()
+    ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Planned]()
 
-    @cache
-    def plan(name: str) -> Planned | None:
+    def measure(name: str, planned: Planned, seconds: float, *stages: str, yields: bool = False) -> None:
         with _going_on(name, say):
-            return plan_question(name, further=False, say=partial(say, name), **asked[name])
-        return None
+            measured[name] = planned.measure(seconds=seconds, stages=stages, look=False, yields=yields)
+            added.append(measured[name].measured_sets)
 
-    comparing = (p for p in map(plan, asked) if p and any(family.candidates for family in p.experiment.families))
-    if (first := next(comparing, None)) and first.campaign.missing():
-        check_time(first.renewed(seconds=max(seconds, 1.0)).campaign)
     for count, name in enumerate(asked):
-        planned = plan(name)
-        if planned is None or not planned.campaign.missing():
-            continue
-        weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
-        left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
         with _going_on(name, say):
-            seconds, yields = max(LEAST_SECONDS, left), count < len(asked) - 1
-            measured[name] = planned.measure(seconds=seconds, stages=(PRIMARY,), look=False, yields=yields)
-            added_sets += measured[name].measured_sets
+            planned = plan_question(name, further=False, say=partial(say, name), **asked[name])
+            if planned.campaign.missing():
+                weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+                left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
+                measure(name, planned, max(LEAST_SECONDS, left), PRIMARY, yields=count < len(asked) - 1)
     for name in sorted(measured, key=lambda name: measured[name].campaign.least_seconds()):
         left = ends - time.monotonic()
         if 0 < measured[name].campaign.least_seconds() <= left:
-            with _going_on(name, say):
-                measured[name] = measured[name].measure(seconds=left, stages=(PRIMARY,), look=False)
-                added_sets += measured[name].measured_sets
+            measure(name, measured[name], left, PRIMARY)
     for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
-        with _going_on(name, say):
-            measured[name] = planned.measure(seconds=max(left, 1.0), stages=(OTHERS,), look=False)
-            added_sets += measured[name].measured_sets
+        measure(name, planned, max(left, 1.0), OTHERS)
     date = hardware.environment().date
     for name, done in measured.items():  # all answers are shown at once
         with _going_on(name, say):
             done.campaign.look(date)
-    return added_sets
+    return sum(added)
 
 
 @contextlib.contextmanager

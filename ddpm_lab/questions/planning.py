@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,7 +45,6 @@ from ddpm_lab.record import TWIN, Cohort, RunRecord, crowded
 from ddpm_lab.training import setting
 from ddpm_lab.training.setting import OWN_DATA, Images, Setup, code_of, usual_device
 
-LEAST_PLACE_SECONDS = 1.0  # what one configuration in one set takes at least, where nothing is known of it
 MOST_SETS = 100  # where a resolution says how many sets are measured, and nothing else limits them
 LEAST_RESOLUTION = 0.001
 """So many sets find a difference of this size where they scatter by 0.25 %: the quietest machines do."""
@@ -213,25 +211,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
-    if name not in STAGES:  # which get the time that a search leaves
-        check_time(campaign)
     return Planned(campaign=campaign, output=output, progress=progress)
-
-
-def check_time(campaign: Campaign) -> None:
-    """Raise ConfigError for a budget in which not even the primary comparison can get its least sets."""
-    target, family = campaign.target, next(iter(campaign.experiment.families), None)
-    if not target.seconds or target.exact or family is None or not family.candidates:
-        return
-    base, candidates = family.baseline.run_id, dict(family.candidates)
-    place = campaign.held.place_seconds(base) or LEAST_PLACE_SECONDS
-    have = len(campaign.held.sets(base, candidates.get(family.primary, family.candidates[0][1]).run_id))
-    needed = max(0, LEAST_SETS - have) * 3 * place
-    if needed > target.seconds:
-        raise ConfigError(
-            f"minutes is {target.seconds / 60:.2g}: {LEAST_SETS} sets of the primary comparison take about "
-            f"{math.ceil(needed / 0.6) / 100:g} minutes here; give at least that"
-        )
 
 
 def plan_experiment(

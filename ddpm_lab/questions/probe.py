@@ -8,7 +8,6 @@ both alike. The result is kept and used again until machine, code, shapes or thr
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import sys
@@ -28,6 +27,7 @@ from ddpm_lab.explain.selection import RECOMMENDATION, about, chosen, study
 from ddpm_lab.files import LEDGER, read_settings, replace
 from ddpm_lab.ledger import Ledger, load, published_trials
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.questions.recommendation import recommendation
@@ -279,10 +279,7 @@ def _key(config: RunConfig, said: Set[str], threads: int) -> str:
     alike: dict[str, Any] = {"purpose": "timing", "workload": TRAINING}
     neutral = dataclasses.replace(config, data="", data_sha256="", seed=0, mirror=True, options=(), **alike)
     given = sorted(name for name in SETTINGS if name in said)
-    code = hashlib.sha256()
-    for path in sorted((Path(__file__).parents[1] / "diffusion").rglob("*.*")):
-        code.update(path.read_bytes() if path.suffix in (".py", ".cpp") else b"")
-    here = {"machine": hardware.machine().key, "code": code.hexdigest()[:16]}
+    here = {"machine": hardware.machine().key, "code": code_version().key}
     return digest({**here, "run": neutral.run_id, "said": given, "threads": threads})
 
 
