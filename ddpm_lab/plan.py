@@ -266,8 +266,7 @@ WHOLE_QUESTION = "the whole question"  # label of what is left out where nothing
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
 OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", " and channels_last", ", compiled"
-BOTH_FP32, LEVERS = ", both fp32", ", one lever at a time"
-LIMITS = "limits of this machine"
+LEVERS = ", one lever at a time"
 FLASH_ATTENTION = "flash_attention"  # an option of the trainer that has it
 ATTENTION = ("cudnn", "flash", "mem_efficient", "math")
 """Torch's kernels of softmax attention on a GPU; the option "attention" leaves it one alone."""

@@ -249,7 +249,7 @@ REACHED: dict[str, dict[str, Any]] = {
         **{"world_sizes": [1, 2, 4], "global_batch_sizes": [64], "oversubscribe": True}
     },
     "torch_compile --world-sizes 2 --batch-size 64": {"world_sizes": [2], "global_batch_size": 64},
-    "peers --parts fp32,levers": {"parts": ["fp32", "levers"]},
+    "peers --parts peers,levers": {"parts": ["peers", "levers"]},
     "amp --minutes 4 --sets 3 --seed 5": {"minutes": 4.0, "sets": 3, "seed": 5},
     "amp workers --minutes 4": {"minutes": 2.0},
     "amp --skip-bad --held-out h --data d --network seed": {"skip_bad": True, "held_out": "h", "data": "d"},

@@ -8,7 +8,7 @@ from setups import machine_setup as setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE
-from ddpm_lab.plan import BOTH_FP32, PRESETS, Experiment, Family, scaling
+from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
 from ddpm_lab.questions.amp import amp
 from ddpm_lab.questions.ask import ask, questions
 from ddpm_lab.questions.batch_size import batch_size
@@ -141,10 +141,9 @@ def test_settings_that_are_fixed_besides() -> None:
 
 @pytest.mark.parametrize(("machine", "precision"), [("8 GPUs", "tf32"), ("2 cores", "fp32")])
 def test_others_come_in_the_precision_that_torch_gives_them(machine: str, precision: str) -> None:
-    """But for the family that says it is in fp32."""
     asked = questions()["peers"](setup(machine, network="seed"), trainers=["the published code"])
     found = {f.name: c.precision for f in asked.families for label, c in f.candidates if label == "the published code"}
-    assert {n.endswith(BOTH_FP32): p for n, p in found.items()} == {True: "fp32", False: precision}
+    assert list(found.values()) == [precision]
 
 
 def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:

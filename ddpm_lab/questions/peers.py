@@ -1,43 +1,44 @@
-"""How fast is the lab's own trainer: beside other people's, lever by lever, and against what the machine can do."""
+"""How fast is the lab's own trainer: beside other people's, and lever by lever."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import findings, machine_state, phrases, stats
+from ddpm_lab.explain import findings, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.findings import ANSWERED, Finding, about, common_notes, compared, plain
+from ddpm_lab.explain.findings import Finding, about, common_notes, compared
 from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan, Question
+from ddpm_lab.plan import FORMATS, LEVERS, OURS, TUNED, Experiment, Family, Plan, Question
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Setup, torchs_precision, usual_settings
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.training.peers:diffusers"
-_PEAK = "ddpm_lab.training.limits:{}"
 
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
 """Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
 BEYOND_SEED = ("diffusers",)
 """Those that have a network of another family too; the others' networks are of the seed family."""
-PARTS = ("peers", "fp32", "limits", "levers")
+PARTS = ("peers", "levers")
+BOTH_FP32, LIMITS = ", both fp32", "limits of this machine"
+"""End and begin names of families in published records that are not measured any more."""
 
 _PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
 _PLAIN |= {"compile": "off", "loader": "packed"}
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
-TITLE = "How fast is this trainer beside others, and how far from the limit?"
+TITLE = "How fast is this trainer beside others?"
 QUESTION = Question(title=TITLE, file="07_peers", trains=True, long=True, plan=PLAN)
 
 
@@ -48,44 +49,26 @@ def peers(
     trainers: Annotated[Sequence[str] | None, Opt("other trainers", choices=tuple(PEERS))] = None,
     parts: Annotated[Sequence[str] | None, Opt("parts of the question", choices=PARTS)] = None,
 ) -> Experiment:
-    """How fast is this trainer? Beside others as they come and tuned, in fp32, each lever alone, and the limits.
+    """How fast is this trainer? Beside others as they come and tuned, and each lever alone.
 
-    ``trainers`` are names of PEERS, ``parts`` some of PARTS; None is all that a network of this size has. On a CPU,
-    where compiling a trainer takes minutes, the tuned ones are compiled too in ``full``, or if ``trainers`` are given.
+    ``trainers`` are names of PEERS, ``parts`` some of PARTS; None is all that a network of this size has, levers only
+    in ``full``. On a CPU, where compiling a trainer takes minutes, the tuned ones are compiled too in ``full``, or if
+    ``trainers`` are given.
     """
     batch = 32 if global_batch_size is None and setup.device == "cpu" else setup.batch_size(global_batch_size)
     able = [n for n in PEERS if n in BEYOND_SEED or setup.network in SEED_FAMILY]
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
-    if PUBLISHED not in asked and "fp32" in (parts or ()):
-        missing = "that trainer among trainers" if PUBLISHED in able else f"network seed, not {setup.network!r}"
-        raise ConfigError(
-            f"parts has 'fp32', which compares with {PUBLISHED} alone and needs {missing}: give that, or leave the "
-            "part out"
-        )
+    wanted = parts or (PARTS if setup.preset == "full" else PARTS[:-1])
     ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **usual_settings(setup.device))
-    name = setup.family_name(batch)
-    compiled = setup.device == "cpu" and (setup.preset == "full" or trainers is not None)
-    makers: dict[str, Callable[[], Family]] = {
-        "peers": lambda: _against(ours, name, asked, setup.formats, compiled=compiled),
-        "fp32": lambda: Family(
-            name=f"{name}{BOTH_FP32}",
-            baseline=replace(ours, precision="fp32"),
-            baseline_label=OURS,
-            candidates=((PUBLISHED, replace(_as_it_comes(ours, PUBLISHED), precision="fp32")),),
-        ),
-        "limits": lambda: _limits(ours, f"{LIMITS}, {setup.network}"),
-        "levers": lambda: _levers(ours, f"{name}{LEVERS}", setup),
-    }
-    wanted = set(parts or PARTS)
-    if PUBLISHED not in asked:
-        wanted -= {"fp32"}
-    if setup.preset != "full" and parts is None:
-        wanted.discard("levers")
-    profiled = ((name, OURS, replace(ours, purpose="profile")),) if "limits" in wanted else ()
-    families = tuple(make() for part, make in makers.items() if part in wanted)
-    return Experiment(name="peers", families=families, profiles=profiled)
+    name, families = setup.family_name(batch), list[Family]()
+    if "peers" in wanted:
+        compiled = setup.device == "cpu" and (setup.preset == "full" or trainers is not None)
+        families.append(_against(ours, name, asked, setup.formats, compiled=compiled))
+    if "levers" in wanted:
+        families.append(_levers(ours, f"{name}{LEVERS}", setup))
+    return Experiment(name="peers", families=tuple(families))
 
 
 def _against(
@@ -179,19 +162,9 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
     return Family(name=name, baseline=ours, baseline_label="as by default", candidates=different)
 
 
-def _limits(ours: RunConfig, name: str) -> Family:
-    """Peaks: products in single precision as the baseline, in the trainer's own, and a copy."""
-    usual: dict[str, Any] = {"kernels": "aten", "compile": "off", "loader": "packed", "optimizer": OptimizerConfig()}
-    works = [(kind, p) for kind in ("product", "convolution") for p in dict.fromkeys(("fp32", ours.precision))]
-    plain = replace(ours, **usual, global_batch_size=1, precision="fp32")
-    (label, base), *rows = [(f"{k}, {p}", replace(plain, workload=_PEAK.format(k), precision=p)) for k, p in works]
-    rows.append(("copy", replace(plain, workload=_PEAK.format("copy"))))
-    return Family(name=name, baseline=base, baseline_label=label, candidates=tuple(rows))
-
-
 def answer(study: Study) -> Answer:
-    """Compare this trainer with others, lever by lever, and with the limits of the machine."""
-    found, base, others = _finding(study), this_trainer(study), other_trainers(study)
+    """Compare this trainer with others, and lever by lever."""
+    found, others = _finding(study), other_trainers(study)
     rivals = replace(study, records=tuple(r for r in study.records if _is_rival(r.family))) if others else study
     put_back = replace(study, records=tuple(r for r in study.records if r.family.endswith(LEVERS)))
     rows = [r for r in comparisons(study) if r.family.endswith(LEVERS) and r.role != "twin"]
@@ -199,30 +172,25 @@ def answer(study: Study) -> Answer:
     levers = speeds(put_back, replace(found, headline=title), rows=rows)
     worth = f"{title.replace('here', 'on this machine')}: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
-    parts = "The work of an image by kind, its least time at this machine's peaks, and the time that it takes."
-    views = (
-        View(worth, "levers", drawn, lambda: speed_table(study, rows)),
-        View(parts, table=lambda: limits_table(study, base)),
-        *trained_views(study),
-    )
+    views = (View(worth, "levers", drawn, lambda: speed_table(study, rows)), *trained_views(study))
     return replace(speeds(rivals, found, rows=others or None, views=views), study=study, table=lambda: table(study))
 
 
 def _finding(study: Study) -> Finding:
-    base = this_trainer(study)
-    measured = [r for r in other_trainers(study) if r.sets and base and r.family == base.family]
-    if not measured:
-        known = peaks(study)
-        if known and all(r.family.startswith(LIMITS) for r in comparisons(study)):
-            headline = f"Peaks of this machine: {known}"
-            return plain(study, headline, ANSWERED, *machine_state.warnings(study), verdict="measured")
+    base, others = this_trainer(study), other_trainers(study)
+    measured = [r for r in others if r.sets and base and r.family == base.family]
+    if base is None or not measured:
         asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
         return compared(study, keep=lambda r: _is_rival(r.family) if asked else r.family.endswith(LEVERS))
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
-    notes = common_notes(study, comparisons(study))
-    found = about(study, nearest, findings.headline_of(mine), _evidence(study), *notes)
+    rate, told = phrases.significant(base.images_per_second), ""
+    tuned = [r.config for r in others if r.sets and TUNED in r.label]
+    if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
+        told = "Compilation of the others is not tried on a CPU but in full. "
+    told += f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}."
+    found = about(study, nearest, findings.headline_of(mine), told, *common_notes(study, comparisons(study)))
     return replace(found, way_out=findings.way_out_of(study, nearest))
 
 
@@ -254,18 +222,6 @@ def _is_rival(family: str) -> bool:
     return not family.endswith(LEVERS) and not family.startswith(LIMITS)
 
 
-def _evidence(study: Study) -> str:
-    """Return this trainer's speed, how far it is from the limit, and which tuning was not tried."""
-    told, base = [], this_trainer(study)
-    tuned = [r.config for r in other_trainers(study) if r.sets and TUNED in r.label]
-    if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
-        told.append("Compilation of the others is not tried on a CPU but in full.")
-    if base is not None:
-        rate = phrases.significant(base.images_per_second)
-        told.append(f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}.")
-    return " ".join((*told, limits_sentence(study, base))).strip()
-
-
 def table(study: Study) -> Table:
     """How many times as fast this trainer is as each other, beside speed, size and memory of that one."""
     rows = [r for r in comparisons(study) if _is_rival(r.family)]
@@ -275,137 +231,10 @@ def table(study: Study) -> Table:
         wanted = (row.run_id, row.family, row.role, "ok")
         records = [r for r in study.records if (r.run_id, r.family, r.role, r.status) == wanted]
         seen = rank_zero(records[-1]) if records else {}
-        # A peer counts its own work, that of the lab's trainer is with the limits.
-        flop = seen.get("flop_per_image", 0.0)
-        if row.config.workload == DDPM:
-            flop = flop or sum(part.get("flop", 0.0) for part in _work(study, row.config).values())
         return {
             "Format": str(row.config.precision) if row.sets else phrases.DASH,
             "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else phrases.DASH,
-            "GFLOP/image": f"{flop / 1e9:.2f}" if flop else phrases.DASH,
         }
 
     cells = speed_table(study, shown, columns)
     return [{"This trainer is" if name == "Speed" else name: cell for name, cell in row.items()} for row in cells]
-
-
-# --- how far from the limit: a roofline of the network's work (Williams et al. 2009) ----------------------------------
-
-BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-OPTIMIZER = "optimizer"
-NEEDED = ("convolution", "matrix product", OPTIMIZER)  # kinds of work that no fusing removes
-OPTIMIZER_BYTES = 28
-"""Of each weight in a step of Adam: weight and two moments read and written, the gradient read, four bytes each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Work of one kind for an image: its FLOP, and its seconds at the machine's peaks, the longer of FLOP and bytes."""
-
-    kind: str
-    flop: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """The machine's peak (FLOP/s in ``precision``), the parts of a step, and what an image really takes."""
-
-    precision: str
-    flops: float
-    parts: tuple[Part, ...]
-    measured_seconds: float
-
-    @property
-    def flop_share(self) -> float:
-        """Model FLOP utilisation (Chowdhery et al. 2022, appendix B): FLOP of an image over what the peak does then."""
-        return sum(p.flop for p in self.parts) / self.measured_seconds / self.flops
-
-    @property
-    def headroom(self) -> float:
-        """How many times as fast the step could be, if all but convolutions, products and the optimizer were free."""
-        least = sum(p.seconds for p in self.parts if p.kind in NEEDED)
-        return max(1.0, self.measured_seconds / least)  # caches can make the least time too long
-
-
-def roofline(study: Study, own: Comparison | None) -> Roofline | None:
-    """The roofline of ``own``, a row of the lab's trainer, from the work and the peaks of its network and device.
-
-    Of several GPUs each is held against the peaks of one; ranks on a CPU share the machine's.
-
-    None where these were not measured in its precision, where it does not train, and where it is faster than the peak:
-    then one of the two is wrong.
-    """
-    if own is None or own.config.workload != DDPM:
-        return None
-    known, work, precision = _peaks_of(study, own.config), _work(study, own.config), own.config.precision
-    if not {"bandwidth", "fp32", precision} <= known.keys() or not work:
-        return None
-    parts = []
-    for kind, of in work.items():
-        flop, size = of.get("flop", 0.0), BYTES[precision] * of["elements"]
-        if kind == "weights":
-            kind, flop, size = OPTIMIZER, 0.0, OPTIMIZER_BYTES * of["elements"] / own.config.rank_batch_size  # noqa: PLW2901
-        parts.append(Part(kind, flop, max(flop / known[precision], size / known["bandwidth"])))
-    parts.sort(key=lambda p: -p.seconds)
-    seconds = own.step_seconds / (own.config.rank_batch_size if own.config.device == "cuda" else own.batch)
-    line = Roofline(precision=precision, flops=known[precision], parts=tuple(parts), measured_seconds=seconds)
-    return line if line.flop_share <= 1 else None
-
-
-def _peaks_of(study: Study, config: RunConfig) -> dict[str, float]:
-    """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
-    found: dict[str, float] = {}
-    witnessed = {r.run_id: seen for r in study.records if (seen := rank_zero(r))}
-    for row in comparisons(study):
-        if row.family.startswith(LIMITS) and row.sets and row.role != "twin" and _alike(row.config, config):
-            seen = witnessed.get(row.run_id, {})
-            if seen.get("flop"):
-                precision, speed = row.config.precision, seen["flop"] / row.step_seconds
-                found[precision] = max(found.get(precision, 0.0), speed)
-            elif seen.get("bytes"):
-                found["bandwidth"] = seen["bytes"] / row.step_seconds
-    return found
-
-
-def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
-    """FLOP and elements of an image by kind of work, as rank 0 counted them last; empty where it did not."""
-    counted = (rank_zero(r).get("work") for r in reversed(study.records) if _alike(r.config, config))
-    return next(filter(None, counted), {})
-
-
-def _alike(one: RunConfig, other: RunConfig) -> bool:
-    """Whether what was measured of one says something of the other: the same network, image size and device."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("network", "image_size", "device"))
-
-
-def limits_table(study: Study, own: Comparison | None) -> Table:
-    """Work of each kind for an image and its seconds at the machine's peaks, then what an image takes; may be empty."""
-    if (line := roofline(study, own)) is None:
-        return []
-    rows = [(part.kind, f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH, part.seconds) for part in line.parts]
-    rows += [("measured", "", line.measured_seconds)]
-    return [{"Work": kind, "GFLOP/image": flop, "Seconds/image": phrases.seconds(each)} for kind, flop, each in rows]
-
-
-def peaks(study: Study) -> str:
-    """The peaks of the machine, as they were measured last, in words; empty where they were not."""
-    last = next((r.config for r in reversed(study.records) if r.family.startswith(LIMITS)), None)
-    found = _peaks_of(study, last) if last else {}
-    copied = found.pop("bandwidth", None)
-    told = [f"{phrases.significant(found[name] / 1e9)} GFLOP/s in {name}" for name in sorted(found)]
-    told += [f"{phrases.significant(copied / 1e9)} GB/s in a copy"] if copied else []
-    return phrases.joined(told)
-
-
-def limits_sentence(study: Study, own: Comparison | None) -> str:
-    """How far from the limit, in two sentences; empty where it was not measured."""
-    line = roofline(study, own)
-    if line is None:
-        return ""
-    whose = "each GPU's" if own and own.config.device == "cuda" and own.ranks > 1 else "this machine's"
-    return (
-        f"It reaches {100 * line.flop_share:.0f} % of {whose} {phrases.significant(line.flops / 1e9)} GFLOP/s "
-        f"in {line.precision}. Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and "
-        "normalisation free."
-    )
