@@ -133,7 +133,7 @@ class Trial:
     """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed.
 
     ``timed`` is the configuration of the family whose quality it tells: a trial of what the sets leave out is none.
-    With ``draw`` its averaged weights draw images at the end, and their ``fid`` is measured if one is asked for.
+    The ``fid`` of its averaged weights is measured if one is asked for.
     """
 
     family: str
@@ -141,7 +141,6 @@ class Trial:
     baseline: RunConfig
     config: RunConfig
     timed: RunConfig | None = None
-    draw: bool = False
     fid: Fid | None = None
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import planted_search
 import records as make
 import scaled_records
@@ -131,10 +130,9 @@ def levers() -> Study:
     return replace(make.study(timed), trials=tuple(made))
 
 
-def with_samples() -> Study:
-    images = np.zeros((16, 32, 32, 3), dtype=np.uint8)
+def with_fids() -> Study:
     of = trained()
-    return replace(of, trials=tuple(make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials))
+    return replace(of, trials=tuple(make.with_fid(r, 123.4) if r.config.seed == 0 else r for r in of.trials))
 
 
 def searched() -> Study:
@@ -155,15 +153,15 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "strong and weak, many ranks": lambda: scaling((2, 4, 8, 16, 32, 64), (64, 512)),
     "compiled, costs": compiled,
     "batch sizes": batches,
-    "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
+    "profile": lambda: make.study([make.time_budget()]),
     "recommendation": lambda: make.study([*amp().records, *compiled().records], "recommendation"),
     "recommendation, searched": searched,
     "recommendation, small": lambda: planted_search.study(
         planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "fused kernels": 0.9, "batch 16": 0.9})
     ),
     "quality": trained,
+    "quality, with FIDs": with_fids,
     "two families, learned": two_families,
     "levers, learned": levers,
-    "quality, with samples": with_samples,
     "nothing": lambda: replace(amp(), records=()),
 }

@@ -1,14 +1,11 @@
 """Synthetic records with planted ratios and noise, as the measuring half would write them."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.explain.selection import Study
@@ -272,16 +269,10 @@ def gradient_check(error: float) -> dict[str, Any]:
     return {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": worst}}
 
 
-def drew(record: RunRecord, images: np.ndarray[Any, Any], *, steps: int = 50, fid: float | None = None) -> RunRecord:
-    """The same trial, which has drawn ``images``, uint8 (N, S, S, 3), and whose FID was measured on 2,500."""
-    stream = io.BytesIO()
-    Image.fromarray(np.concatenate(list(images), axis=1)).save(stream, format="PNG")
-    png = base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
-    common = {"sampler": "ddim", "steps": steps}
-    told: dict[str, Any] = {"samples": {"png": png, "images": len(images), "seed": record.config.seed, **common}}
-    if fid is not None:
-        told["fid"] = {"fid": fid, "images": 2_500, "training_images": 2_500, "inception_sha256": "ab" * 32, **common}
-    return replace(record, quality={**(record.quality or {}), **told})
+def with_fid(record: RunRecord, fid: float) -> RunRecord:
+    """The same trial, whose FID was measured on 2,500 images."""
+    told = {"fid": fid, "images": 2_500, "training_images": 2_500, "inception_sha256": "ab" * 32}
+    return replace(record, quality={**(record.quality or {}), "fid": {**told, "sampler": "ddim", "steps": 50}})
 
 
 def study(records: Sequence[RunRecord], experiment: str | None = None) -> Study:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import records as make
 from campaign_lab import BOTH, Lab, config, experiment, family
@@ -379,7 +378,7 @@ def test_a_set_counts_where_both_sides_and_the_twin_are_whole() -> None:
 
 def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
     trial = make.trials({}, seeds=1)[0]
-    found = make.drew(trial, np.zeros((1, 4, 4, 3), dtype=np.uint8), fid=1.0)
+    found = make.with_fid(trial, 1.0)
     asked = Fid(inception="weights.pth", sha256="ab" * 32, images=2_500)
     failed = dataclasses.replace(trial, quality={**(trial.quality or {}), "fid": {"images": 2_500, "reason": "oom"}})
     rows = [(trial, None, True), (trial, asked, False), (found, asked, True), (failed, asked, False)]

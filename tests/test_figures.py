@@ -253,7 +253,7 @@ def check_marks(figure: Figure) -> None:
 
 
 # What has been cut before.
-OFTEN = {"12 configurations", "wordy", "quality, with samples", "two families, learned", "budget, two ranks"}
+OFTEN = {"12 configurations", "wordy", "two families, learned", "budget, two ranks"}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,6 @@ def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
         ("strong and weak, two CPU ranks", {""}),
         ("compiled, costs", {"", "costs"}),
         ("two families, learned", {"", "curves"}),
-        ("quality, with samples", {"", "curves", "samples"}),
         ("levers, learned", {"", "levers", "curves"}),
         ("budget, two ranks", {"", "operators"}),
         ("nothing", {""}),

@@ -119,7 +119,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study
     return make_notebook
 
 
-@pytest.mark.parametrize("name", ["loader", "profile", "recommendation, searched", "quality, with samples"])
+@pytest.mark.parametrize("name", ["loader", "profile", "recommendation, searched", "quality, with FIDs"])
 def test_a_page_and_the_index_show_hostile_records_as_text(
     name: str, notebook: Callable[[Study], Any], tmp_path: Path
 ) -> None:
@@ -170,7 +170,7 @@ def test_no_page_runs_what_records_hold_in_a_browser(notebook: Callable[[Study],
     """Escaping holds without the policy, and the policy without escaping."""
     folder = tmp_path / "pages"
     folder.mkdir()
-    of = notebook(made_hostile(STUDIES["quality, with samples"]()))
+    of = notebook(made_hostile(STUDIES["quality, with FIDs"]()))
     page = pages.read(of, "quality")
     pages.write_page(page, of, folder / "quality.html")
     pages.write_index([page], folder / "index.html", subject=HOSTILE, facts={HOSTILE: HOSTILE}, command=HOSTILE)

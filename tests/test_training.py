@@ -1,9 +1,7 @@
 """The training step and the trainer of a long run: their mathematics, and what goes on to the last bit."""
 
-import base64
 import contextlib
 import dataclasses
-import io
 import itertools
 import resource
 from pathlib import Path
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from fresh_processes import DoublePrecision, context, gradients
-from PIL import Image
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -117,17 +114,17 @@ def test_the_held_out_loss_is_the_mean_over_stratified_timesteps(config: RunConf
 
 
 def test_a_look_takes_no_more_memory_than_a_step_and_gives_signs_of_life(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, marks = start(config), list[str]()
     advance(trainer, 4)
-    whole, drawn = trainer.held_out_loss(draws=100), images_of(trainer.draw_png(count=4, steps=3))
+    whole, drawn = trainer.held_out_loss(draws=100), drawn_by(trainer, tmp_path, 4, 3)
     assert whole is not None
     monkeypatch.setattr(Training, "_at_once", 3)
     trainer.context = dataclasses.replace(trainer.context, mark=marks.append)
     assert trainer.held_out_loss(draws=100) == {**whole, "loss": pytest.approx(whole["loss"])}
     assert len(marks) == 22 + 12, "of 64 and of 36 draws"
-    assert np.abs(images_of(trainer.draw_png(count=4, steps=3)) - drawn.astype(int)).max() <= 1
+    assert np.abs(drawn_by(trainer, tmp_path, 4, 3) - drawn).max() <= 1
 
 
 def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path) -> None:
@@ -144,10 +141,11 @@ def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path
     assert other.scaler.state_dict() == state
 
 
-def images_of(png: str | None) -> np.ndarray[Any, Any]:
-    """The images (N, 8, 8, 3) of a row."""
-    assert png is not None
-    return np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(png)))).reshape(8, -1, 8, 3).swapaxes(0, 1)
+def drawn_by(trainer: Training, folder: Path, count: int, steps: int) -> np.ndarray[Any, Any]:
+    """The first images (N, S, S, 3) that its averaged weights draw."""
+    trainer.draw_pixels(path=str(folder / "drawn.npy"), count=count, steps=steps)
+    found: np.ndarray[Any, Any] = np.load(folder / "drawn.npy")
+    return found.astype(int)
 
 
 def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(
@@ -157,17 +155,16 @@ def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(
     trainers = [start(config), start(dataclasses.replace(config, precision="bf16", kernels="fused", accumulation=4))]
     for trainer in trainers:
         grow(trainer, 1)
-    found, other = (images_of(trainer.draw_png(count=3, steps=8)) for trainer in trainers)
+    found, other = (drawn_by(trainer, tmp_path, 3, 8) for trainer in trainers)
     assert (found == other).all()
     assert (found[0] != found[1]).any()
     assert np.mean((found > 0) & (found < 255)) > 0.05, "pixels that could tell a difference"
     monkeypatch.setattr("ddpm_lab.training.training._AT_ONCE", 2)
-    trainers[0].draw_pixels(path=str(tmp_path / "a.npy"), count=5, steps=8)
-    many = np.load(tmp_path / "a.npy")
+    many = drawn_by(trainers[0], tmp_path, 5, 8)
     assert many.shape == (5, 8, 8, 3)
-    assert abs(many[:3].astype(int) - found).max() <= 1, "many images begin with the first few"
+    assert abs(many[:3] - found).max() <= 1, "many images begin with the first few"
     grow(trainers[0], 2)
-    assert (images_of(trainers[0].draw_png(count=3, steps=8)) != found).any(), "other weights draw something else"
+    assert (drawn_by(trainers[0], tmp_path, 3, 8) != found).any(), "other weights draw something else"
 
 
 @torch.no_grad()

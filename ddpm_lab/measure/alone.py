@@ -14,7 +14,6 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
-from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -24,7 +23,6 @@ LOOKS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Shares of the images after which the held-out loss is computed; the margin of a comparison needs the last two."""
 STEPS_AT_ONCE = 50  # steps of training between two signs of life
 SAMPLER_STEPS = 50  # steps of DDIM in which a trial draws
-MOST_IMAGES, MOST_BYTES = 16, 2**18  # what a record keeps of a trial's images: so many, or in so many bytes
 WARM_STEPS, COMPARED_STEPS = 10, 3  # of a gradient check: layers that start at zero pass no gradient for three steps
 FID, FID_SECONDS = "ddpm_lab.training.fid:Fid", 600.0  # its workload, and how long it may be silent
 WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
@@ -75,11 +73,11 @@ def take_budget(seat: Seat) -> dict[str, Any]:
     }
 
 
-def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dict[str, Any]:
+def train_once(seat: Seat, *, fid: Fid | None = None) -> dict[str, Any]:
     """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
 
     Returns the record's ``quality``: mean loss of every step over ranks, held-out losses with the images and steps they
-    came after, hash of the final weights; with ``draw`` images, and with ``fid`` their FID. Raises GroupFailed where a
+    came after, hash of the final weights; with ``fid`` the FID of images that it draws. Raises GroupFailed where a
     loss is no longer finite, or ranks of one group end with different weights.
     """
     config, limit = seat.config, seat.instrument.limits.build_seconds
@@ -113,11 +111,6 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
         raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
     found = {"steps": steps, "losses": [round(loss, 6) for loss in losses], "held_out": held_out}
     found["weights_sha256"] = hashes[0]
-    if draw and (count := min(MOST_IMAGES, MOST_BYTES // (3 * config.image_size**2))):
-        seat.say(f"drawing {count} images")  # those of equal seeds come from the same noise
-        how = {"count": count, "steps": min(SAMPLER_STEPS, config.diffusion.timesteps)}
-        png = group.call("draw_png", limit, **how)[0]
-        found["samples"] = {"png": png, "images": count, "seed": config.seed, "sampler": "ddim", "steps": how["steps"]}
     return {"quality": found | (_fid(seat, fid) if fid else {})}
 
 
@@ -156,7 +149,7 @@ def compare_gradients(seat: Seat) -> dict[str, Any]:
 
 
 def run_wrong_ways(seat: Seat) -> dict[str, Any]:
-    """Run what the option ``ways`` names, in its order; the first one starts cold. The last label lies of two ranks."""
+    """Run what the option ``ways`` names, in its order; the first one starts cold."""
     seat.start()
     found: dict[str, Any] = {}
     for way in str(seat.config.option("ways", "")).split():
@@ -167,8 +160,7 @@ def run_wrong_ways(seat: Seat) -> dict[str, Any]:
             found[way]["gpu_utilisation_percent"] = busy
         if not seat.witness:
             seat.hear_witness()
-    label = replace(seat.config, world_size=2, global_batch_size=2 * seat.config.global_batch_size)
-    return {"profile": {"wrong_ways": {**found, "labelled_two": mismatches(label, seat.witness)}}}
+    return {"profile": {"wrong_ways": found}}
 
 
 # The largest batch that fits into memory, by trying: each size in a fresh group, alone, one after the other

@@ -190,7 +190,7 @@ class Campaign:
             progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
             progress.expect(seconds if left is None else min(left, seconds))
             member = Member("quality", trial.label, trial.config)
-            work = partial(train_once, draw=trial.draw, fid=trial.fid)
+            work = partial(train_once, fid=trial.fid)
             self._alone(trial.family, member, work, baseline_id=trial.baseline.run_id)
             del to_come[0]
         for group in dict.fromkeys((t.family, t.label) for t in wanted):

@@ -15,7 +15,7 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import charts, machine_state, phrases, stats
+from ddpm_lab.explain import machine_state, phrases, stats
 from ddpm_lab.explain import quality as verdicts
 from ddpm_lab.explain.answer import Answer, View, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
@@ -25,7 +25,6 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, command_of, comp
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
 from ddpm_lab.questions import trained
-from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
 QUESTION = Question(title="Does any setting cost quality?", file="08_quality", long=True)
@@ -41,9 +40,6 @@ _STEPS = {"smoke": 40, "quick": 2_500, "full": 2_500}
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
 _FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
 """Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
-_EDGE, _HEADING = 0.18, 0.32  # inches
-_GAP = 6  # pixels of the figure between two images
-_LARGEST = 160  # pixels of the figure that an image is magnified to at most
 
 
 def quality(
@@ -60,8 +56,8 @@ def quality(
 
     ``images`` are those that one run trains on, rounded up to whole steps of every batch size; ``seeds`` the runs of
     each configuration; ``candidates`` are names of ``settings_of``, and None is the preset's choice.
-    The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
-    measured, of ``fid_images`` images against as many training images.
+    Where a file of the Inception's weights is given, the first seed of each configuration draws ``fid_images`` images,
+    and their FID against as many training images is measured.
     """
     batch = setup.batch_size(global_batch_size) if setup.device == "cuda" or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
@@ -74,7 +70,8 @@ def quality(
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     trials = _trials(family, setup, count, images)
     fid = _fid(setup, inception, fid_images)
-    trials = [replace(t, fid=fid) if t.draw else t for t in trials]
+    first = (setup.seed, TRAINING)
+    trials = [replace(t, fid=fid) if (t.config.seed, t.config.workload) == first else t for t in trials]
     return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=tuple(_checks(family)))
 
 
@@ -193,11 +190,7 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> lis
     both = [(family.baseline_label, family.baseline), *learners] if learners else []
     # How much a training of the user's looks at is the user's affair.
     how: dict[str, Any] = {"images": amount, "draws": 1 if base.is_own else _DRAWS[setup.preset]}
-    found = [
-        trial(family, label, config, setup.seed + i, draw=not (i or base.is_own), **how)
-        for i in range(seeds)
-        for label, config in both
-    ]
+    found = [trial(family, label, config, setup.seed + i, **how) for i in range(seeds) for label, config in both]
     learned = _learned(family.baseline)
     loaders = tuple(row for row in rows if _learned(row[1]) == learned and not base.is_own)
     return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
@@ -219,18 +212,13 @@ def _tried(config: RunConfig) -> RunConfig:
     return replace(config, loader=config.loader if config.is_own else "packed", loader_workers=0, exchange=exchange)
 
 
-def trial(
-    family: Family, label: str, timed: RunConfig, seed: int, *, images: int, draws: int, draw: bool = False
-) -> Trial:
-    """One run of a configuration on so many images; without ``draws`` only its final weights are looked at.
-
-    With ``draw`` its averaged weights draw images at the end.
-    """
+def trial(family: Family, label: str, timed: RunConfig, seed: int, *, images: int, draws: int) -> Trial:
+    """One run of a configuration on so many images; without ``draws`` only its final weights are looked at."""
     config = _tried(timed) if draws else timed  # whose loader is what is looked at
     workload = TRAINING if draws and not config.is_own else config.workload
     options = (*config.own_options, ("images", images), ("draws", draws))
     tried = replace(config, purpose="quality", workload=workload, seed=seed, options=options)
-    return Trial(family=family.name, label=label, baseline=family.baseline, config=tried, timed=timed, draw=draw)
+    return Trial(family=family.name, label=label, baseline=family.baseline, config=tried, timed=timed)
 
 
 def identity_trials(family: Family) -> tuple[Trial, ...]:
@@ -245,9 +233,8 @@ def answer(study: Study) -> Answer:
     family = _family(study)
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown, curves = speeds(study, found), [family] if trained.extent_of(family)[1] else []
-    samples = View("What each setting draws from the same noise.", "samples", lambda: samples_figure(study))
     table = partial(trained.loss_table, family, fid=bool(_fids(family)))
-    views = (*trained_views(study, curves), samples)
+    views = trained_views(study, curves)
     return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
 
 
@@ -332,56 +319,3 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
         f"repeated. Loss: {phrases.within(trained.MEANING)}",
         beside=True,
     )
-
-
-def samples_figure(study: Study) -> Figure | None:
-    """One row of images for each configuration, drawn with one seed; None where the baseline drew none.
-
-    A column begins with the same noise in every row. Pixels are repeated, never interpolated.
-    """
-    shown = _shown(study)
-    if not shown:
-        return None
-    first = shown[0][1]
-    told, rows = trained.drawn(first), [(heading, _row(record)) for heading, record in shown]
-    height = sum(_HEADING + row.shape[0] / charts.DPI for _, row in rows) + 0.1
-    note = f"""{phrases.plural(told["images"], "image")} of each configuration's averaged weights, trained on
-        {int(first.config.option("images", 0)):,} images with seed {first.config.seed}; {told["sampler"].upper()},
-        {told["steps"]} steps, in fp32 and eager. A column starts from the same noise in every row. The verdict is that
-        of all seeds."""
-    with charts.style():
-        sheet, body = charts.sheet("What each setting draws from the same noise", phrases.context(study), height, note)
-        box = body.bbox
-        top = box.y1 / charts.DPI
-        for heading, row in rows:
-            y = (top - 0.1 - box.y0 / charts.DPI) / height
-            body.text(_EDGE / charts.WIDTH, y, heading, va="top", fontsize=charts.SMALL)
-            top -= _HEADING
-            sheet.figimage(row, xo=round(_EDGE * charts.DPI), yo=round(top * charts.DPI) - row.shape[0], origin="upper")
-            top -= row.shape[0] / charts.DPI
-    return charts.settle(sheet)
-
-
-def _shown(study: Study) -> list[tuple[str, RunRecord]]:
-    """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
-    family, found = _family(study), []
-    drew = [(row, r) for row in family for r in trained.trials_of(family, row) if trained.drawn(r)]
-    for row, record in drew if drew and drew[0][0].role == "baseline" else ():
-        mine, theirs = trained.drawn(record), trained.drawn(drew[0][1])
-        if {**mine, "png": ""} == {**theirs, "png": ""}:  # equal numbers, seed and sampler, and so equal noise
-            fid, verdict = trained.fid_of([record]), row.equivalence.verdict if row.role != "baseline" else row.role
-            words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
-            words += [f"FID {trained.fid_words(fid)}"] if fid else []
-            found.append((f"{row.label}: {', '.join(words)}", record))
-    return found
-
-
-def _row(record: RunRecord) -> trained.Pixels:
-    """A trial's images beside each other, magnified by a whole number."""
-    images = trained.pixels(record)
-    count, side = images.shape[:2]
-    room = round((charts.WIDTH - 2 * _EDGE) * charts.DPI) - _GAP * (count - 1)
-    times = max(1, min(room // (count * side), _LARGEST // side))
-    tiles = images.repeat(times, axis=1).repeat(times, axis=2)
-    white = np.full((side * times, _GAP, 3), 255, dtype=np.uint8)
-    return np.concatenate([part for tile in tiles for part in (tile, white)][:-1], axis=1)

@@ -1,17 +1,13 @@
-"""What configurations learned in trials: losses over images, what they draw, and FIDs."""
+"""What configurations learned in trials: losses over images, and FIDs."""
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from ddpm_lab.explain import charts, phrases, quality
 from ddpm_lab.explain.charts import Figure, Line, Panel, Plot, Row, lines
@@ -31,7 +27,6 @@ FEW = f"with fewer than {LEAST_IMAGES:,} images the covariance is singular, and 
 
 Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
-Pixels = npt.NDArray[np.uint8]
 Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 
@@ -104,29 +99,7 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     return shown
 
 
-# --- images and FIDs --------------------------------------------------------------------------------------------------
-
-
-def drawn(record: RunRecord) -> Mapping[str, Any]:
-    """What a record says of the images that its trial drew; empty where it drew none, or none that can be read."""
-    found: Mapping[str, Any] = (record.quality or {}).get("samples") or {}
-    return found if found and _tiles(found["png"]) is not None else {}
-
-
-def pixels(record: RunRecord) -> Pixels:
-    """The images (N, S, S, 3) that a trial drew, which are kept in one row."""
-    found = _tiles(drawn(record)["png"])
-    assert found is not None, "the record drew something"
-    return found
-
-
-@lru_cache(maxsize=32)
-def _tiles(png: str) -> Pixels | None:
-    try:
-        row = np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(png))).convert("RGB"))
-        return row.reshape(side := row.shape[0], -1, side, 3).swapaxes(0, 1)
-    except Exception:  # whatever Pillow says of what is no PNG
-        return None
+# --- FIDs ------------------------------------------------------------------------------------------------------------
 
 
 def fid_of(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:

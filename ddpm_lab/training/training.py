@@ -3,9 +3,7 @@
 Which image it is decides its noise, never the batch or the rank that makes it.
 """
 
-import base64
 import dataclasses
-import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -173,15 +171,6 @@ class Training(Trainer):
                 losses.append(found.double().cpu())
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": float(torch.cat(losses).mean())}
-
-    def draw_png(self, *, count: int, steps: int) -> str | None:
-        """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""
-        if self.context.rank:
-            return None
-        stream = io.BytesIO()
-        row = np.concatenate(_pixels(self._drawn(*self._plain(), range(count), steps)), axis=1)
-        Image.fromarray(row).save(stream, format="PNG", optimize=True)
-        return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
 
     def draw_pixels(self, *, path: str, count: int, steps: int) -> None:
         """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
