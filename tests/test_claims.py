@@ -54,7 +54,7 @@ def test_wrong_ways_are_repeated_beside_sets_of_the_same_settings_as_the_machine
     smoke = claims(replace(HERE, preset="smoke"))
     assert all(config.compile == "off" for config in smoke.configurations), "compiling takes most of a minute"
     cpu, gpu = ways(experiment), ways(claims(replace(HERE, device="cuda", gpus=1)))
-    assert cpu ^ gpu == {"one_thread", "loss_read", "unsynchronised", "phases_waited_for", "hidden_devices"}
+    assert cpu ^ gpu == {"one_thread", "loss_read", "unsynchronised", "phases_waited_for"}
     alone = claims(replace(HERE, usable_cores=1))
     assert "one_thread" not in ways(alone), "no core is left idle"
     assert alone.left_out == (("tiny, batch 8", "2 ranks", "each rank needs a device of its own"),)
@@ -84,9 +84,6 @@ def test_every_wrong_way_runs_and_is_wrong(synthetic: RunConfig, tmp_path: Path)
     assert phases["phases"]["backward"] > 0
     assert sum(phases["phases"].values()) == pytest.approx(phases["seconds"], rel=0.05)
     assert answers["counted"] == {"network": "s000", "parameters": 39_156_227}
-    refused = answers["labelled_two"]
-    assert "the label says world_size 2, rank 0 ran with 1" in refused
-    assert any("these ran: [0]" in line for line in refused)
     small, large = answers["bars"], ran("batch 32", synthetic, tmp_path)["bars"]
     assert (small["steps"], small["images"], large["steps"], large["images"]) == (6, 48, 1, 32)
     if "one_thread" in answers:
@@ -124,7 +121,6 @@ WAYS: dict[str, Any] = {
     "fresh": lambda i: {"step_seconds": [2 * STEP * spread(i)] * 6},
     "bars": lambda i: {"steps": 6, "images": 48, "seconds": 6 * STEP * (1 + 0.1 * i)},
     "runs": {"steps": 3, "seconds": [0.03 * math.exp(0.1 * (i - 24.5) / 24.5) for i in range(50)]},
-    "labelled_two": ["the label says world_size 2, rank 0 ran with 1"],
     "profiled": lambda i: profiled(0.6 * spread(i)),
     "phases": PHASES,
     "one_thread": PHASES,
@@ -137,7 +133,7 @@ WAYS: dict[str, Any] = {
 def test_every_fault_reads_what_was_planted() -> None:
     """Steps of 10 ms in the sets; each wrong number over the right one is known, and drawn with its interval."""
     bars = {"steps": 1, "images": 32, "seconds": 32 * STEP / 8 / 1.25}
-    others = [*claimed.wrong("bf16", profiled=profiled(0.5)), *claimed.wrong("batch 32", bars=bars)]
+    others = claimed.wrong("batch 32", bars=bars)
     compiled = cold(CONFIGS["compiled"], BASE, experiment="claims", family="tiny, batch 8")
     of = claimed.study([*claimed.sets(), *claimed.wrong(**WAYS), *others, compiled])
     found = readings(of)
@@ -159,8 +155,6 @@ def test_every_fault_reads_what_was_planted() -> None:
     assert found.keys() == FAULTS.keys()
     assert all(found[key].ratio.contains(expected[key]) for key in ("multiplied", "cold", "profiler"))
     assert not found["compiling"].ratio.exists, "one compile has no interval"
-    assert "1.20 times as fast as fp32, and is 0.80" in found["profiler"].also
-    assert WAYS["labelled_two"][0] in found["label"].also
     drawn = [tuple(np.asarray(line.get_xdata()).tolist()) for line in answer(of).figure().axes[0].lines]
     assert all((r.ratio.value,) in drawn for r in found.values() if math.isfinite(r.ratio.value))
     assert all(r.ratio.ends in drawn for r in found.values() if r.ratio.exists)

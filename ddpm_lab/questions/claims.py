@@ -44,7 +44,7 @@ _REPEATS = {"smoke": 1, "quick": 6, "full": 20}
 _WAYS = ("fresh", "bars", "runs", "profiled", "phases", "counted")
 _PAIRED = ("fresh", "bars", "runs", "profiled")  # what is run of both sides of a pair
 _CPU_WAYS = ("one_thread",)
-_CUDA_WAYS = ("loss_read", "unsynchronised", "phases_waited_for", "hidden_devices")
+_CUDA_WAYS = ("loss_read", "unsynchronised", "phases_waited_for")
 
 
 def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = None) -> Experiment:
@@ -104,7 +104,7 @@ def answer(study: Study) -> Answer:
 
 def table(study: Study) -> Table:
     """One row a claim: published, what the wrong and the right way read, verdict and reason."""
-    found = {key: f"{FAULTS[key].name}: {r.also or FAULTS[key].said(r)[0]}" for key, r in readings(study).items()}
+    found = {key: f"{FAULTS[key].name}: {FAULTS[key].said(r)[0]}" for key, r in readings(study).items()}
     return [
         {
             "Claim": claim.says,
@@ -131,7 +131,6 @@ class Reading(NamedTuple):
     ratio: Interval
     wrong: float
     right: float
-    also: str = ""
 
     def factor(self) -> str:
         """Such as "3.07 (2.15 to 4.36)"."""
@@ -188,7 +187,7 @@ class Records:
         mine = [r for r in self._wrong.values() if r.label == label]
         told = ((r.config.seed, (r.profile or {}).get("wrong_ways", {})) for r in mine)
         found = {seed: ways[way] for seed, ways in told if way in ways}
-        return {seed: answer for seed, answer in found.items() if way == "labelled_two" or [] not in answer.values()}
+        return {seed: answer for seed, answer in found.items() if [] not in answer.values()}
 
     def timed(self, way: str) -> list[float]:
         """Seconds of a step in each repeat of a wrong way."""
@@ -225,13 +224,13 @@ def _mean(values: Iterable[float]) -> Interval:
     return stats.estimate(np.log([v for v in values if v > 0]))
 
 
-def _against(wrong: Sequence[float], right: Interval, also: str = "", *, times: int = 1) -> Reading:
+def _against(wrong: Sequence[float], right: Interval, *, times: int = 1) -> Reading:
     """A number of each repeat beside one of the sets, both ``times`` as long; a single repeat has no interval."""
     read, ends = _mean(wrong), (math.nan, math.nan)
     if read.exists and not math.isnan(right.value):
         ends = stats.quotient_interval(*((e.value, e.low, e.high) for e in (read, right)))
     ratio = Interval(value=read.value / right.value, low=ends[0], high=ends[1])
-    return Reading(ratio, times * read.value, times * right.value, also)
+    return Reading(ratio, times * read.value, times * right.value)
 
 
 def _pairs(pairs: Sequence[tuple[float, float]]) -> Reading:
@@ -250,27 +249,20 @@ def readings(study: Study) -> dict[str, Reading]:
 
 def _times_of_steps(found: Records) -> dict[str, Reading]:
     """Faults that call another time than the sets' that of a step."""
-    narrow = found.narrow
-    compiled, looks, also = found.own.get("compiled"), found.faster("profiled", narrow.label) if narrow else (), ""
-    if narrow and looks:
-        also = f"{narrow.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
-        also += f", and is {phrases.times(narrow.ratio)}"
     read = {
         "multiplied": _against(list(found.starts().values()), found.step, times=DRAWN),
         "cold": _against([statistics.fmean(a["step_seconds"]) for a in found.runs("fresh").values()], found.step),
-        "profiler": _against(found.timed("profiled"), found.step, also),
+        "profiler": _against(found.timed("profiled"), found.step),
         "unsynchronised": _against(found.timed("unsynchronised"), found.step),
         "loss_read": _against(found.timed("loss_read"), found.step),
     }
     waited_for = [sum(a["phases"].values()) / a["steps"] for a in found.runs("phases_waited_for").values()]
     read["phase_sums"] = _against(waited_for, found.step)
-    if compiled:
+    if compiled := found.own.get("compiled"):
         runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
         whole = [r for r in runs if {"compile", "warmup"} <= r.stages.keys() and r.warmup_steps]
         wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in whole]
-        also = f"compiled looks {phrases.significant(found.step.value / _mean(wrong).value, 2)} times as fast as eager"
-        also += f", and is {phrases.times(compiled.ratio)}"
-        read["compiling"] = _against(wrong, found.step_of(compiled), also)
+        read["compiling"] = _against(wrong, found.step_of(compiled))
     return read
 
 
@@ -282,12 +274,8 @@ def _other_numbers(found: Records) -> dict[str, Reading]:
     if len(bars) > 1:
         read["single"] = Reading(Interval(value=max(bars) / min(bars)), max(bars) / min(bars), 1)
     halves = [sum(a["seconds"][::2]) / sum(a["seconds"][1::2]) for a in runs if len(a["seconds"]) > 1]
-    refused = [line for lines in found.runs("labelled_two").values() for line in lines]
-    hidden = [answer.get("same_device") for answer in found.runs("hidden_devices").values()]
-    also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
-    also += f"the witness refuses the record: {refused[0]}" if refused else ""
     two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
-    read["label"] = _against(halves, two, also) if two else Reading(_mean(halves), _mean(halves).value, math.nan, also)
+    read["label"] = _against(halves, two) if two else Reading(_mean(halves), _mean(halves).value, math.nan)
     backward = [a["phases"].get("backward", 0.0) / a["steps"] for a in found.runs("phases").values()]
     if any(backward):
         read["gradient"] = Reading(Interval(value=math.inf), _mean(backward).value, 0)
@@ -317,7 +305,7 @@ def fault_table(study: Study) -> Table:
         on_cpu = "needs a GPU: on a CPU the call that computes is the call that waits"
         here = on_cpu if fault.gpu else "not measured here"
         if read := found.get(key):
-            here = "; ".join(filter(None, (*fault.said(read), read.also)))
+            here = "; ".join(fault.said(read))
         rows.append(dict(zip(columns, (fault.name, fault.seen_in, fault.wrong, here, fault.right), strict=True)))
     return rows
 

@@ -1,6 +1,5 @@
 """Wrong ways to time a training step, as published benchmarks did it, on the trainer's own step. None gives a speed."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -111,17 +110,6 @@ class WrongWays(Trainer):
         found = self._timed(STEPS, wait=False)
         self._synchronize()
         return found
-
-    def hidden_devices(self) -> dict[str, Any]:
-        """Whether ``cuda:0`` stays the same GPU where CUDA_VISIBLE_DEVICES names another one while it is in use."""
-        before, kept = torch.cuda.get_device_properties(self.device).uuid, dict(os.environ)
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-        try:
-            same = str(before) == str(torch.cuda.get_device_properties(self.device).uuid)
-            return {"same_device": same, "visible": torch.cuda.device_count()}
-        finally:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            os.environ.update(kept)
 
     def counted(self) -> dict[str, Any]:
         """The parameters of a network, without its weights."""
