@@ -258,7 +258,7 @@ def excess_shares(records: Sequence[RunRecord]) -> list[float]:
 
 
 def slowest_rank(records: Sequence[RunRecord]) -> str:
-    """Such as "rank 12 on cuda:4 of host 2"; empty where no rank is shown to be slower than the others.
+    """Such as "rank 12"; empty where no rank is shown to be slower than the others.
 
     Student's t over sets of ln(its seconds / the mean of the others'), with Bonferroni's correction over ranks.
     """
@@ -267,21 +267,7 @@ def slowest_rank(records: Sequence[RunRecord]) -> str:
     logs = np.log(np.divide(*_rank_seconds(records)))
     rank = int(logs.mean(axis=0).argmax())
     found = stats.estimate(logs[:, rank])
-    if found.value <= 1 or logs.shape[1] * found.p >= 1 - stats.LEVEL:
-        return ""
-    places = {_place(rank, record) for record in records}
-    place = places.pop()[0] if len(places) == 1 else ""  # another in each set is none
-    return f"rank {rank} on {place}" if place else f"rank {rank}"
-
-
-def _place(rank: int, record: RunRecord) -> tuple[str, str]:
-    """Where a rank ran, such as "cuda:4 of host 2", and which host that is; empty where nobody knows."""
-    host_of = {seen["rank"]: seen["host"] for seen in record.witness.get("ranks") or [] if seen.get("host")}
-    device = next((own.device for own in record.ranks if own.rank == rank and own.device.startswith("cuda")), "")
-    if record.config.nodes == 1 or rank not in host_of:
-        return device, ""
-    host = f"host {1 + list(dict.fromkeys(host_of.values())).index(host_of[rank])}"
-    return " of ".join(filter(None, (device, host))), host_of[rank]
+    return f"rank {rank}" if found.value > 1 and logs.shape[1] * found.p < 1 - stats.LEVEL else ""
 
 
 def _rank_seconds(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Array]:
