@@ -178,15 +178,6 @@ def test_what_leads_is_faster_and_judged() -> None:
     assert answer(even).finding.headline.endswith("none of them faster")
 
 
-def test_another_baseline_is_not_passed_over_in_silence() -> None:
-    other, of = RunConfig(global_batch_size=128), studied()
-    narrow = {"bf16": (replace(other, precision="bf16"), 1.2)}
-    earlier = make.sets(narrow, baseline=other, experiment="quality", family="tiny, batch 128")
-    both = replace(make.study([*earlier, *of.records], "quality"), trials=of.trials)
-    assert "tiny, batch 128" in answer(both).finding.claim
-    assert "tiny, batch 128" not in answer(of).finding.claim
-
-
 def checked(study: Study, error: float) -> Study:
     """The study with a check of each candidate, whose gradient is off by so much."""
     answer = make.gradient_check(error)

@@ -50,12 +50,9 @@ def test_shares_and_the_rest_sum_to_one_and_a_large_rest_explains_nothing(residu
     assert (answer(make.study([record])).finding.verdict == "not explained") == (not explained)
 
 
-def test_the_slowest_rank_answers_and_a_straggler_is_named() -> None:
+def test_the_slowest_rank_answers() -> None:
     found = taken(FAST, SLOW)
     assert (found.rank, list(found.others)) == (1, [0])
-    assert "Rank 1 computes 28 %" in found.straggler
-    for even in ({**SLOW, "backward": 36.0}, {**SLOW, "communication": 30.0}):  # a rank that waits computes no longer
-        assert taken(SLOW, even).straggler == ""
     shown = answer(make.study([make.time_budget(FAST, SLOW, residual=1.0)]))
     times = [float(text.removesuffix(" ms")) for text in column(shown.table(), "Time per step, rank 1 (slowest)")]
     assert sum(times[:-1]) == pytest.approx(times[-1], rel=0.01)
@@ -107,13 +104,10 @@ def test_a_gpu_that_waits_for_its_host_is_told(ahead: float, busy: float | None,
 def test_shares_count_each_second_once() -> None:
     record = make.profile(RunConfig(purpose="profile"))
     assert record.profile is not None
-    classes = tb.operator_classes(record)
     total = sum(s for name, (s, _) in make.OPERATORS.items() if name != "ProfilerStep*")
     assert sum(op.share for op in tb.operators(record)) == pytest.approx(1)
-    assert sum(kind.share for kind in classes) == pytest.approx(1)
-    (convolution,) = (kind.share for kind in classes if kind.name == "convolution")
-    assert convolution == pytest.approx((5.0 + 7.0) / total)
-    assert classes[-1].name == "other"
+    first = tb.operators(record)[0]
+    assert (first.name, first.share) == ("aten::convolution_backward", pytest.approx(7.0 / total))
     record.profile["operators"][3]["self_device_seconds"] = 2.0
     assert [(op.name, op.seconds) for op in tb.operators(record)] == [("aten::native_group_norm_backward", 2.0)]
 

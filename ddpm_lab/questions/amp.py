@@ -63,9 +63,6 @@ def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
             ratio = phrases.times(stats.estimate(logs)) if logs else "not measured"
             own = f"tf32, in which torch computes convolutions unless told otherwise, {phrases.times(row.ratio)}"
             yield f"{own}; {first.label} beside tf32: {ratio}."
-        if (row.label, row.role, row.family) == ("fp32", "candidate", first.family) and row.sets:
-            alone = "torch.set_float32_matmul_precision('high')"
-            yield f"fp32, in which torch multiplies matrices without {alone}, {phrases.times(row.ratio)}."
 
 
 def times_figure(study: Study) -> Figure | None:

@@ -291,7 +291,7 @@ def verdict(about: Subject) -> str:
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
     what = f"{names[most]}, {bd.percent(line.share(most))} of it" if most in names else most
     what = "the host, which launches its kernels" if about.taken.waits_for_host else what
-    return f"The step is limited by {what}: {told}." + f" {about.taken.straggler}." * bool(about.taken.straggler)
+    return f"The step is limited by {what}: {told}."
 
 
 class Target(NamedTuple):

@@ -17,9 +17,7 @@ import numpy as np
 
 from ddpm_lab.checks import ConfigError, number
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import charts, phrases, stats
-from ddpm_lab.explain.charts import Figure, Line, Plot
-from ddpm_lab.explain.charts import lines as draw
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import values
@@ -88,7 +86,7 @@ FINE = 0.03  # a machine is fit to measure when it resolves a difference of this
 class Calibration:
     """What the sets of a calibration that count say of the ``twin`` and of the ``slower`` candidate.
 
-    ``first`` is the record of the latter in the first set; ``minutes`` is when each set began, after that one.
+    ``first`` is the record of the latter in the first set.
     """
 
     first: RunRecord
@@ -96,7 +94,6 @@ class Calibration:
     slower: Comparison
     step_seconds: float
     seconds_per_set: float
-    minutes: tuple[float, ...]
 
     @property
     def noise(self) -> float:
@@ -186,7 +183,7 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         return None
     sets = [set_id for set_id, _ in by_role["candidate"].logs]
     starts = [datetime.fromisoformat(ok[set_id, "baseline"].environment.date) for set_id in sets]
-    minutes = tuple((t - starts[0]).total_seconds() / 60 for t in starts)
+    took = (starts[-1] - starts[0]).total_seconds()
     steps = [w.seconds / w.steps for set_id in sets for w in ok[set_id, "baseline"].windows if w.steps]
     return Calibration(
         first=ok[sets[0], "candidate"],
@@ -194,8 +191,7 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         slower=by_role["candidate"],
         step_seconds=float(np.median(steps)) if steps else math.nan,
         # A set's cost is the time to the next one; the last set's is not known from dates.
-        seconds_per_set=minutes[-1] * 60 / (len(sets) - 1) if len(sets) > 1 else by_role["candidate"].set_seconds,
-        minutes=minutes,
+        seconds_per_set=took / (len(sets) - 1) if len(sets) > 1 else by_role["candidate"].set_seconds,
     )
 
 
@@ -210,11 +206,12 @@ def lines(found: Calibration) -> list[str]:
     if slower.sets > 1:
         judged += f", and the truth lies {'inside' if slower.ratio.contains(found.truth) else 'outside'} the interval"
     some = f", with {slower.config.threads} of {cores}" if slower.config.threads else ""
+    sets = f"{phrases.plural(slower.sets, 'set')} of {found.seconds_per_set:.1f} s"
     lost = f"; {slower.disturbed_sets} more were disturbed by other processes and do not count"
     resolved = [f"{'none' if v is None else _percent(v)} in {m} min" for m, v in found.resolvable.items()]
     return [
         f"{found.verdict()}.",
-        f"Measured: {_measured(found)}{some}{lost * bool(slower.disturbed_sets)}.",
+        f"Measured: {sets}, steps of {phrases.seconds(found.step_seconds)}{some}{lost * bool(slower.disturbed_sets)}.",
         f"Baseline against itself: {_estimate(found.twin)}; {'' if found.null_called else 'not '}called different at "
         "the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): {_estimate(slower)}; {judged}.",
@@ -223,29 +220,5 @@ def lines(found: Calibration) -> list[str]:
     ]
 
 
-def _measured(found: Calibration) -> str:
-    sets = f"{phrases.plural(found.slower.sets, 'set')} of {found.seconds_per_set:.1f} s"
-    return f"{sets}, steps of {phrases.seconds(found.step_seconds)}"
-
-
 def _estimate(row: Comparison) -> str:
     return f"{row.ratio.value:.3f} ({phrases.evidence(row.ratio)})"
-
-
-def figure(found: Calibration) -> Figure:
-    """Ratios of single sets over time, with the truth and the interval of their mean."""
-    ends, planted = [0.0, max(1e-3, *found.minutes)], f"{100 * found.planted:.0f} % more work"
-    drawn, rows = [], (("itself", 1.0, found.twin), (planted, found.truth, found.slower))
-    for (name, truth, row), colour in zip(rows, charts.SERIES, strict=False):
-        low, high = ([row.ratio.low] * 2, [row.ratio.high] * 2) if row.ratio.exists else ((), ())
-        true = Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0)
-        drawn += [true, Line(name=name, x=found.minutes, y=row.set_ratios, colour=colour, look="o")]
-    x_label, y_label = "minutes since the first set", "speed relative to the baseline"
-    here, date = found.first.environment.machine.name, found.first.environment.date[:16].replace("T", " ")
-    return draw(
-        [Plot(lines=drawn, x_label=x_label, y_label=y_label, from_zero=False)],
-        title=found.verdict(),
-        context=charts.SEPARATOR.join([here, date, _measured(found)]),
-        note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
-        "interval of the geometric mean; dashed: the truth.",
-    )

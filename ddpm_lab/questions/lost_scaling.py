@@ -30,8 +30,7 @@ from ddpm_lab.training.setting import Setup
 
 UNRELIABLE = 1 / 3  # share of the loss above which an interaction makes the split unreliable
 STRAGGLER = "slowest rank"
-TOTAL, INTERACTION, LOSS = "sum of the parts", "interaction", "loss"
-IDEAL, MEASURED, ALL_OFF = "ideal", "measured", "exchange, loading off"
+INTERACTION, LOSS, IDEAL, MEASURED = "interaction", "loss", "ideal", "measured"
 _WAIT = "seconds that the other ranks wait for the slowest"
 
 Times = Mapping[str, float]
@@ -103,7 +102,6 @@ class Split:
     """
 
     family: str
-    batch: int
     parts: tuple[Part, ...]
     every: Mapping[str, Part]
     doubt: str
@@ -159,8 +157,8 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
         parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
     no_work = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
     every = {p.name: p for p in (*parts, no_work, *found)}
-    family, batch = trained.family.removesuffix(plan.LOST), trained.config.global_batch_size
-    return Split(family=family, batch=batch, parts=tuple(parts), every=every, doubt=doubt)
+    family = trained.family.removesuffix(plan.LOST)
+    return Split(family=family, parts=tuple(parts), every=every, doubt=doubt)
 
 
 def _terms(trained: RunRecord) -> tuple[Terms, Terms]:
@@ -183,17 +181,14 @@ def _terms(trained: RunRecord) -> tuple[Terms, Terms]:
         (shared, beside, {plan.ALL_OFF: 1, _WAIT: -1, small: -1}),
     ]
     loss: Times = {many: 1, plan.ONE_RANK: -1 / n}
-    total, rest = dict[str, float](), dict(loss)  # a factor of 0 stays, since all must be measured
+    rest = dict(loss)  # a factor of 0 stays, since all must be measured
     for label, factor in (item for *_, counted in losses for item in counted.items()):
-        total[label] = total.get(label, 0.0) + factor
         rest[label] = rest.get(label, 0.0) - factor
     others: Terms = [
-        (TOTAL, "", total),
-        (INTERACTION, "the loss less the sum", rest),
+        (INTERACTION, "the loss less the sum of the parts", rest),
         (LOSS, "measured less ideal", loss),
         (IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
         (MEASURED, f"{ranks} as they train", {many: 1}),
-        (ALL_OFF, f"{ranks}, all of these off together", {plan.ALL_OFF: 1}),
     ]
     return losses, others
 
@@ -286,7 +281,7 @@ def _milliseconds(split: Split, part: Part) -> str:
     """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
     if not part.known:
         return "not measured"
-    step = 1e3 * (split[MEASURED] if split[MEASURED].known else split[ALL_OFF]).value
+    step = 1e3 * split[MEASURED].value
     digits = max(0, 2 - math.floor(math.log10(step))) if math.isfinite(step) else 2
     ends = (round(1e3 * x, digits) + 0.0 for x in (part.value, *part.ends))  # a zero has no sign of its own
     value, low, high = (f"{x:.{digits}f}" for x in ends)
@@ -299,7 +294,7 @@ def table(found: Sequence[Split]) -> Table:
     for split in found:
         notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
         for p in split.every.values():
-            shared = split.claimed and p.known and (p in split.parts or p.name in (TOTAL, INTERACTION))
+            shared = split.claimed and p.known and (p in split.parts or p.name == INTERACTION)
             gains = "a gain" if p.high < 0 and not split.doubt else "below zero: inconclusive"
             rows.append(
                 {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpm_lab.explain import charts, phrases
 from ddpm_lab.explain.answer import Answer, View
@@ -56,7 +54,6 @@ _NAMES = {"ema": "EMA", "all-reduce": "communication"}
 UNEXPLAINED = 0.10  # share of a step in no phase above which a budget explains nothing
 AHEAD, BUSY = 0.05, 80.0
 """A GPU that is busy for less of the time (per cent) waits for a host that is less ahead of it (part of a step)."""
-STRAGGLES = 1.10  # times the others' compute time from which on a rank is a straggler
 DISTURBED = 0.1  # share of the cores above which other processes disturb a budget
 
 
@@ -101,7 +98,6 @@ class Budget:
     ahead_seconds: float | None
     busy_percent: float | None
     disturbance: str
-    straggler: str
     trace_difference: float
     profiler_slowdown: float
 
@@ -171,7 +167,6 @@ def budget(record: RunRecord) -> Budget | None:
         ahead_seconds=window.get("host_ahead_seconds"),
         busy_percent=(values.get("state") or {}).get("gpu_utilisation_percent"),
         disturbance=_disturbance(values.get("others_cores"), record.machine.usable_cores),
-        straggler=_straggler([line.share(COMPUTE) * line.step_seconds for line in lines]),
         trace_difference=difference,
         profiler_slowdown=slowdown,
     )
@@ -185,15 +180,6 @@ def _disturbance(others_cores: float | None, usable_cores: int) -> str:
         return ""
     cores = phrases.plural(usable_cores, "core")
     return f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
-
-
-def _straggler(times: Sequence[float]) -> str:
-    """A sentence that names a rank which computes clearly longer than the others; empty without one."""
-    rank = times.index(max(times))
-    usual = statistics.median([*times[:rank], *times[rank + 1 :]] or [math.inf])
-    if times[rank] <= STRAGGLES * usual or not usual:
-        return ""
-    return f"Rank {rank} computes {100 * (times[rank] / usual - 1):.0f} % longer than the median of the others"
 
 
 def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:
@@ -265,7 +251,7 @@ def evidence(found: Budget) -> str:
             f"The profiler's trace gives the same shares within {within:.1f} points, at {found.profiler_slowdown:.2f} "
             "times the step time"
         )
-    return ". ".join(filter(None, (*parts, found.straggler, found.disturbance)))
+    return ". ".join(filter(None, (*parts, found.disturbance)))
 
 
 def table(found: Budget) -> Table:
@@ -287,25 +273,6 @@ def table(found: Budget) -> Table:
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
-_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("communication", ("c10d", "nccl", "gloo", "allreduce", "all_reduce", "broadcast", "reducer", "distributed")),
-    ("optimizer and averaging", ("optimizer", "_foreach_", "_fused_adam", "multi_tensor", "lerp", "vector_norm")),
-    ("convolution", ("conv", "wgrad", "dgrad", "fprop", "winograd")),
-    ("matrix product, attention", ("mm", "linear", "matmul", "einsum", "attention", "softmax", "gemm", "::dot")),
-    ("normalisation", ("norm",)),
-    ("copy and memory", ("cop", "::to", "clone", "contiguous", "::cat", "empty", "fill_", "zero", "memcpy", "memset")),
-    ("copy and memory", ("resize", "strided", "view", "pad", "index", "gather", "slice", "select", "pin_", "upsample")),
-    ("element-wise, sums", ("silu", "gelu", "sigmoid", "add", "mul", "sub", "div", "neg", "abs", "exp", "pow", "sqrt")),
-    ("element-wise, sums", ("sum", "mean", "elementwise", "reduce", "sin", "cos", "clamp", "where", "sign", "::l1_")),
-)
-"""Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
-
-
-def operator_class(name: str) -> str:
-    """The class of an operator or kernel, by its name."""
-    lowered = name.lower()
-    return next((label for label, parts in _PARTS if any(part in lowered for part in parts)), OTHER)
-
 
 def on_device(record: RunRecord) -> bool:
     """Whether a profile holds device time, which then is what its shares are taken of."""
@@ -318,12 +285,10 @@ def unseen(record: RunRecord) -> str:
     return "" if record.config.device == "cpu" or on_device(record) else f"{why}: operators stand by their CPU time."
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """Calls and exclusive seconds of an operator, or a class of them, in a profile; and its share of all seconds."""
+class Operator(NamedTuple):
+    """Calls and exclusive seconds of an operator in a profile, and its share of all seconds."""
 
     name: str
-    kind: str
     calls: float
     seconds: float
     share: float
@@ -342,27 +307,13 @@ def operators(record: RunRecord) -> list[Operator]:
         if not op["name"].startswith("ProfilerStep")  # a range around operators: the Python code between them
     ]
     total = sum(seconds for *_, seconds in rows)
-    found = (Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0)
+    found = (Operator(name, n, time, time / total) for name, n, time in rows if time > 0)
     return sorted(found, key=lambda op: (-op.seconds, op.name))
-
-
-def operator_classes(record: RunRecord) -> list[Operator]:
-    """Classes of operators by exclusive time, longest first; "other" comes last."""
-    kinds: dict[str, list[Operator]] = defaultdict(list)
-    for op in operators(record):
-        kinds[op.kind].append(op)
-    found = [in_all(kind, kind, ops) for kind, ops in kinds.items()]
-    return sorted(found, key=lambda op: (op.name == OTHER, -op.seconds))
-
-
-def in_all(name: str, kind: str, ops: Sequence[Operator]) -> Operator:
-    """Several operators as one."""
-    return Operator(name, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
 
-_DRAWN_OPERATORS, _TOP_OPERATORS = 10, 12  # in the figure and in the table
+_TOP = 12  # operators in figure and table
 _COLOURS = dict(zip((COMPUTE, IO, TRANSFER, OTHER), charts.SERIES, strict=False))
 _SHOWN = 0.0005  # smaller phases are named in the note
 
@@ -400,12 +351,12 @@ def answer(study: Study) -> Answer:
 def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
     steps, found = _steps(record), operators(record)
-    if rest := found[_TOP_OPERATORS:]:
-        found = [*found[:_TOP_OPERATORS], in_all(phrases.plural(len(rest), "other operator"), "", rest)]
+    if rest := found[_TOP:]:
+        calls, seconds, share = (sum(column) for column in zip(*(op[1:] for op in rest), strict=True))
+        found = [*found[:_TOP], Operator(phrases.plural(len(rest), "other operator"), calls, seconds, share)]
     return [
         {
             "Operator": op.name,
-            "Class": op.kind,
             "Calls per step": f"{op.calls / steps:,.0f}",
             "Exclusive time per step, under the profiler": phrases.seconds(op.seconds / steps),
             "Share": f"{100 * op.share:.1f} %",
@@ -454,23 +405,14 @@ def _panel(heading: str, line: Line) -> Panel:
 
 
 def _operators_figure(context: str, record: RunRecord) -> Figure:
-    classes, top, steps = operator_classes(record), operators(record)[:_DRAWN_OPERATORS], _steps(record)
-    colours = dict(zip((kind.name for kind in classes), [*charts.SERIES, charts.SOFT, charts.INK], strict=False))
-    colours[OTHER] = charts.FAINT
-
-    def row(op: Operator) -> Row:
-        calls = phrases.plural(charts.number(op.calls / steps), "call")
-        text = f"{100 * op.share:.1f} %, {calls} a step"
-        return Row(name=_short(op.name), value=100 * op.share, colour=colours[op.kind], text=text)
-
-    longest = f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator"
+    steps, rows = _steps(record), []
+    for op in operators(record)[:_TOP]:
+        text = f"{100 * op.share:.1f} %, {phrases.plural(charts.number(op.calls / steps), 'call')} a step"
+        rows.append(Row(name=_short(op.name), value=100 * op.share, colour=charts.SERIES[0], text=text))
     kind = "device" if on_device(record) else "CPU"
     return bars(
-        [
-            Panel(heading="Classes of operators", rows=[*map(row, classes)]),
-            Panel(heading=longest, rows=[*map(row, top)]),
-        ],
-        title=f"{phrases.begun(classes[0].name)}: {percent(classes[0].share)} of the operator time of a training step",
+        [Panel(rows=rows)],
+        title="The operators that take most of a training step",
         context=f"{context}{charts.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "

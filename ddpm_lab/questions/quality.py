@@ -254,11 +254,9 @@ def _family(study: Study) -> list[Comparison]:
 
 def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
     short, lead = _headline(family[1:])
-    known, shown = _fids(family), {r.family for r in family}
+    known = _fids(family)
     fid = f"FID {trained.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
-    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
-    elsewhere = f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}."
-    notes = (unsound(study), untrained(study), *machine_state.warnings(study), elsewhere * bool(others), fid)
+    notes = (unsound(study), untrained(study), *machine_state.warnings(study), fid)
     found = about(study, lead, short, *notes, evidence=_method(family))
     tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
     status = verdicts.NOT_ENOUGH if verdicts.NOT_ENOUGH in tried else ANSWERED
