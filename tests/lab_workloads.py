@@ -227,8 +227,7 @@ class Waiting(Planted):
     """A step of timed waits, so that ranks do not fight for cores: what is lost to more ranks is planted, in seconds.
 
     A step takes ``fixed`` and for each image of the rank ``image``; ``loader`` unless batches are ready, ``exchange``
-    where gradients are exchanged, and ``slow`` on rank 1. ``narrow`` and ``compiled`` are what the time of an image is
-    multiplied by in bf16 and where the step is compiled.
+    where gradients are exchanged, and ``slow`` on rank 1.
     """
 
     ready: tuple[str, ...] = ("still",)
@@ -250,9 +249,7 @@ class Waiting(Planted):
         del batch
         config = self.config
         self.context.mark("forward")
-        factor = float(self.option("narrow", 1.0)) if config.precision == "bf16" else 1.0
-        factor *= float(self.option("compiled", 1.0)) if config.compile != "off" else 1.0
-        self.wait("image", factor * config.rank_batch_size)
+        self.wait("image", config.rank_batch_size)
         if self.context.rank == 1:
             self.wait("slow")
         self.context.mark("optimizer")
@@ -264,11 +261,5 @@ class Waiting(Planted):
         return 0.0
 
 
-class Levers(Waiting):
-    """The same, where packed images are ready too."""
-
-    ready = ("still", "packed", "resident")
-
-
 busy, phased = Busy, Phased
-exchanging, waiting, levers = Exchanging, Waiting, Levers
+exchanging, waiting = Exchanging, Waiting

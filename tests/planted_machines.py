@@ -11,7 +11,7 @@ from ddpm_lab.explain.selection import RECOMMENDATION, Study
 from ddpm_lab.questions.bottleneck import batch_sizes, changes
 from ddpm_lab.record import RunRecord
 
-LEVERS = "lab_workloads:levers"
+LEVERS = "planted:machine"
 COSTS = {"loader": 0.0, "fixed": 0.002, "image": 0.001, "narrow": 1.1, "compiled": 1.0, "slow": 0.0}
 """Seconds, and factors, by the names of the options of the workload."""
 

@@ -13,13 +13,13 @@ from planted_machines import MACHINES, Planted, profiled, seconds, study, told
 from setups import setup
 
 from ddpm_lab.cli.measure import bottleneck_study
-from ddpm_lab.config import OWN, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.held import Held
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions import planning
 from ddpm_lab.questions import recommendation as ranked
@@ -34,8 +34,6 @@ from ddpm_lab.questions.bottleneck import (
     fitting,
     markdown,
 )
-from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import plan_experiment
 from ddpm_lab.questions.recommendation import Change
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import own_data
@@ -46,7 +44,6 @@ BF16 = replace(CONFIG, precision="bf16")
 COMPILED = replace(CONFIG, compile="whole")
 STARVED = {"data": 60.0, "copy": 1.0, "forward": 20.0, "backward": 15.0, "optimizer": 4.0}
 BUSY = {"data": 2.0, "copy": 1.0, "forward": 36.0, "backward": 56.0, "optimizer": 5.0}
-OVERSHOOT = 1.06
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -56,10 +53,8 @@ CONFIGS = (
     PLAIN,
     replace(PLAIN, loader="files", loader_workers=1),
     replace(PLAIN, precision="bf16", compile="whole"),
-    replace(PLAIN, kernels="fused"),
     replace(PLAIN, world_size=2, exchange=ExchangeConfig(bucket_mb=5)),
     replace(PLAIN, device="cuda", global_batch_size=128),
-    replace(PLAIN, channels_last=False, read_loss=True, optimizer=OptimizerConfig(adam="loop")),
 )
 FOLLOW = {"loader_workers", "kernels", "compile_mode", "nodes", "exchange"}
 
@@ -72,21 +67,6 @@ def test_each_is_one_change_away_and_none_is_there_twice() -> None:
         for other in found.values():
             assert other.loader_workers <= 2
             assert len(other.differences(config).keys() - FOLLOW) <= 1
-
-
-def test_what_is_wrong_has_its_cure_among_the_changes() -> None:
-    plain, files, compiled, fused, two, gpu, old = (changes(c, usable_cores=2, most_ranks=2) for c in CONFIGS)
-    assert old["channels last"].channels_last
-    assert old["fused Adam"].optimizer == OptimizerConfig()
-    assert (compiled["eager"].compile, fused["compiled"].kernels, gpu["2 ranks"].world_size) == ("off", "aten", 2)
-    assert list(plain)[-1] == "compiled", "it is left out first where time is short"
-    assert gpu["compiled with CUDA graphs"].compile_mode == "reduce-overhead"
-    compiled_there = replace(CONFIGS[5], compile="whole", precision="bf16")
-    assert changes(compiled_there, usable_cores=2, most_ranks=2)["CUDA graphs"].compile == "whole"
-    assert files.keys() >= {"packed data", "0 loader workers"}
-    assert two.keys() >= {"1 rank", "gradients in bf16"}
-    three = replace(PLAIN, world_size=3, global_batch_size=9)
-    assert list(batch_sizes(three)) == ["batch 18"], "the others cannot be shared by three ranks"
 
 
 def labels(found: Experiment) -> list[str]:
@@ -111,10 +91,8 @@ def test_compiles_that_take_more_than_half_of_the_time_are_left_out_with_the_rea
     assert [row[:2] for row in short.left_out] == [(asked.families[0].name, "compiled")]
     assert fitting(asked, 600, Held()) == asked
     compiled = dict(asked.families[0].candidates)["compiled"]
-    times = {"compile": 150.0, "start": 1.0}
-    slow = make.record(replace(compiled, seed=1), role="cold", label="x", compile_cache="cold", stages=times)
-    assert labels(fitting(asked, 290, Held([slow]))) == ["bf16", "batch 64"], "this machine was seen to take longer"
-    assert fitting(asked, 119, Held([replace(slow, config=compiled)])) == asked, "it is compiled already"
+    done = make.record(compiled, role="cold", label="x", compile_cache="cold", stages={"compile": 150.0})
+    assert fitting(asked, 119, Held([done])) == asked, "it is compiled already"
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -168,16 +146,9 @@ def test_what_is_not_measured_is_ordered_by_the_phases_it_acts_on_and_promises_n
     assert shares == pytest.approx([0.6, 0.3, 0])
     assert found[0].title == "packed data"
     assert all(a.rationale and a.command.startswith("ddpm-lab run bottleneck") for a in found)
-    assert markdown(shown).count("**Rationale:**") == markdown(shown).count("- **Command:** `ddpm-lab") == len(found)
     bare = study(*make.sets({}))
     assert question.advice(bare) == ()
     assert "ddpm-lab run bottleneck" in markdown(bare)
-
-
-def test_options_that_one_side_lacks_are_written_for_the_other() -> None:
-    one, two = replace(CONFIG, options=(("a", 1), ("b", 2))), replace(CONFIG, options=(("b", 3), ("c", 4)))
-    assert ranked._as_written(one, two) == "options.a = 1, options.b = 2"
-    assert ranked._as_written(two, one) == "options.b = 3, options.c = 4"
 
 
 def test_what_is_resolved_goes_first() -> None:
@@ -188,17 +159,12 @@ def test_what_is_resolved_goes_first() -> None:
         "2 ranks": (replace(FILES, world_size=2), 1.0),
     }
     unsure = {"batch 32": (replace(FILES, global_batch_size=32), 1.2)}
-    shown = study(
-        profiled(FILES, {"data": 60.0, "forward": 40.0}),
-        *told(FILES, resolved),
-        *told(FILES, unsure, set_noise=0.3, seed=1, count=6),
-    )
-    found = question.advice(shown)
-    assert [a.title for a in found[:2]] == ["compiled", "bf16"]
-    assert [a.rank for a in found] == sorted(a.rank for a in found)
+    budget = profiled(FILES, {"data": 60.0, "forward": 40.0})
+    shown = study(budget, *told(FILES, resolved), *told(FILES, unsure, set_noise=0.3, seed=1, count=6))
+    assert [a.title for a in question.advice(shown)[:2]] == ["compiled", "bf16"]
     statuses = [by_title(shown, name).status for name in ("batch 32", "batch 16", "2 ranks")]
     assert statuses == [ranked.INCONCLUSIVE, ranked.SLOWER, ranked.NO_GAIN]
-    few = study(profiled(FILES, {"data": 60.0, "forward": 40.0}), *told(FILES, resolved, count=3))
+    few = study(budget, *told(FILES, resolved, count=3))
     assert by_title(few, "2 ranks").status == ranked.INCONCLUSIVE, "three sets do not show that nothing is gained"
 
 
@@ -249,30 +215,6 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
     assert findings.command_of_step(study(), fused, base=given).endswith(f"{asked} --config FILE")
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
-
-
-@pytest.mark.slow
-def test_a_planted_machine_is_measured_and_cured(tmp_path: Path) -> None:
-    planted = MACHINES["slow loader"]
-    config, rows = planted.config, tuple(planted.changes().items())
-    family = Family(name="planted", baseline=config, baseline_label="as it is", candidates=rows)
-    profile = ("planted", "as it is", replace(config, purpose="profile"))
-    # Where something else held a set up there are more of them, as its users have it.
-    found = plan_experiment(
-        Experiment(name="bottleneck", families=(family,), profiles=(profile,)),
-        data_name="none",
-        plan=Plan(turns=2, window_seconds=0.1, window_steps=3, settle_steps=1, warmup_steps=2),
-        sets=16,
-        resolution=0.05,
-        minutes=None,
-        output=tmp_path,
-        quiet=True,
-    ).measure()
-    # Groups that wait share no core: what they show is a speed here.
-    first = question.advice(study(*(replace(r, mechanism_only=False) for r in study_of(found).records)))[0]
-    assert (first.title, first.status) == (planted.cure, ranked.FASTER), first
-    # A wait of 10 ms ends up to half a millisecond late on a busy machine, which is planted nowhere.
-    assert first.low / OVERSHOOT <= planted.gain <= first.high * OVERSHOOT
 
 
 # --- verdict, targets, report -----------------------------------------------------------------------------------------
@@ -327,17 +269,12 @@ def test_the_report_has_all_that_is_asked_for() -> None:
     names = "Executive summary, Bottleneck identification, Current configuration, Recommendations, Targets"
     assert ", ".join(sections) == f"{names}, No action needed, Method"
     assert "![drawn](a.png)" in sections["Bottleneck identification"]
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:2] == "| "]
-    cells = {row[0]: row for row in rows if len(row) > 2 and row[2].endswith("ms") and row[0] != "whole step"}
-    assert sum(float(row[2].removesuffix(" ms")) for row in cells.values()) == pytest.approx(100, abs=0.2)
-    kinds = [cells[name][1] for name in ("waiting for data", "host-to-device copy", "backward")]
-    assert kinds == ["I/O", "transfer", "compute"]
+    assert "| waiting for data | I/O |" in re.sub(" +", " ", sections["Bottleneck identification"])
     (first,) = re.findall(r"### 1\. bf16\n(.*?)\n\n(?!-)", sections["Recommendations"], re.DOTALL)
-    for said in ("**Rationale", "**Expected gain", "**Evidence", "--only bf16"):
+    for said in ("**Rationale", "**Expected gain", "**Evidence", "--only bf16", '`precision = "fp32"`'):
         assert said in first
-    assert '`precision = "fp32"`' in first
-    assert "waiting for data: 2.0 %" in sections["No action needed"]
-    assert "compiled: slower, 0.8" in sections["No action needed"]
+    for said in ("waiting for data: 2.0 %", "compiled: slower, 0.8"):
+        assert said in sections["No action needed"]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -249,18 +249,15 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
     assert tomllib.loads((tmp_path / question.FILE).read_text())["network"] == "tiny"
 
 
-def test_the_file_follows_what_trials_show_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_follows_what_trials_show_later(tmp_path: Path) -> None:
     ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
     for records, expected in ((planted.searched(), None), (trials(BOTH, 0.0), "bf16")):
         ledger.append(make.on(here, records))
         experiments.recommendation(minutes=0, output_dir=tmp_path)
         assert tomllib.loads((tmp_path / question.FILE).read_text()).get("precision") == expected
     (tmp_path / question.FILE).write_text('network = "tiny"\ndevice = "cpu"\nimage_size = 64\n')
-    asked = SimpleNamespace(experiment=SimpleNamespace(configurations=[planted.BASE]))
-    monkeypatch.setattr(experiments, "recommend", functools.wraps(experiments.recommend)(lambda **_: asked))
-    for how in ({"minutes": 0}, {"preset": "smoke"}):
-        experiments.recommendation(output_dir=tmp_path, **how)
-        assert "image_size = 64" in (tmp_path / question.FILE).read_text(), "of other images"
+    experiments.recommendation(minutes=0, output_dir=tmp_path)
+    assert "image_size = 64" in (tmp_path / question.FILE).read_text(), "of other images"
 
 
 def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthetic: RunConfig) -> None:
@@ -289,44 +286,33 @@ def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_pa
         code, out, _ = call("recommend", "--ledger", ledger.path, "--output-dir", tmp_path, *words, "--json")
         found = json.loads(out)
         assert (code, " for seed: " in found["headline"]) == (0, network == "seed")
-    assert (found["verdict"], found["sets"]) == ("faster", 6)
-    assert found["low"] < found["ratio"] < found["high"]
     assert file.read_text() == before, "records that are only read recommend nothing"
-    smoke = planted.searched(replace(planted.SPACE, preset="smoke"), sets=3)
-    assert "--preset" not in question.answer(study(smoke)).finding.way_out, "which would measure nothing more"
 
 
 def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
     """A search, one's own training, but neither other trainers, nor ranks whose speed is not claimed."""
-    gains = {"bf16": 1.05, "2 ranks": 1.04, "fused kernels": 0.8}
-    undecided = [planted.searched(gains=gains, **how) for how in ({"noise": 0.15}, {"sets": 3})]
-    disturbed = [r for r in planted.searched(winner=(0, 0, 0, 0)) if r.experiment != SEARCH]
+    undecided = planted.searched(gains={"bf16": 1.05, "2 ranks": 1.04, "fused kernels": 0.8}, noise=0.15)
     busy = [r for r in planted.searched() if r.role == "space"]
-    busy += make.sets({"bf16": (NARROW, 1.5)}, experiment=RECOMMENDATION, crowded=range(6))
-    later = busy[:1]
     how: dict[str, Any] = {"experiment": RECOMMENDATION, "baseline": planted.BASE}
-    for family, lost in ((later[0].family, range(6)), ("of an earlier search", range(0))):
-        later += make.sets({"bf16": (replace(planted.BASE, precision="bf16"), 1.5)}, family=family, crowded=lost, **how)
+    for family, lost in ((busy[0].family, range(6)), ("of an earlier search", range(0))):
+        busy += make.sets({"bf16": (replace(planted.BASE, precision="bf16"), 1.5)}, family=family, crowded=lost, **how)
     own = RunConfig(workload=OWN, options=(("make", "mine:make"),))
-    mine = {"bf16": (replace(own, precision="bf16"), 1.6)}
-    one, two, wide = RunConfig(network="seed", loader="files"), RunConfig(world_size=2), RunConfig(image_size=64)
+    mine = make.sets({"bf16": (replace(own, precision="bf16"), 1.6)}, baseline=own, crowded=range(6))
     peers = make.sets({"a": (replace(SEED, workload="peer:a"), 0.5)}, experiment="peers", baseline=SEED)
     hidden: dict[str, Any] = {"mechanism_only": ["2 ranks", "fp32", "fp32 again"]}
-    gpus = make.on(make.GPUS, make.sets({"2 ranks": (two, 1.0)}, experiment="multi_gpu", **hidden))
-    workers = make.sets({"1": (replace(one, loader_workers=1), 1.0)}, experiment="workers", baseline=one, count=2)
+    gpus = make.on(make.GPUS, make.sets({"2 ranks": (RunConfig(world_size=2), 1.0)}, experiment="multi_gpu", **hidden))
     for records, way_out in (
-        *((searched, "recommend --network tiny --batch-size 8") for searched in (*undecided, disturbed, busy, later)),
-        (make.sets(mine, baseline=own, crowded=range(6)), "report --workload mine:make"),
-        (make.sets(mine, baseline=own, count=3), "report --workload mine:make"),
-        *((found, "report") for found in (peers, gpus, [*amp(count=2), *workers])),
-        (amp(count=2, base=wide), "report -p image_size 64"),
+        (undecided, "recommend --network tiny --batch-size 8"),
+        (busy, "recommend --network tiny --batch-size 8"),
+        (mine, "report --workload mine:make"),
+        (peers, "report"),
+        (gpus, "report"),
+        (amp(count=2, base=RunConfig(image_size=64)), "report -p image_size 64"),
     ):
         found = answer(study(records)).finding
         assert found.status in (stats.INCONCLUSIVE, stats.TOO_FEW, quality.NOT_MEASURED)
         assert found.way_out == f"ddpm-lab {way_out}"
     assert answer(replace(study(), output_dir=Path("/mine"))).finding.way_out == "ddpm-lab report --output-dir /mine"
-    once = answer(study(make.sets({"bf16": (NARROW, 1.5)}, experiment=RECOMMENDATION, crowded=[0]))).finding
-    assert "every set" not in once.headline
 
 
 def test_a_search_goes_on_after_a_set_that_others_disturbed_and_where_it_was_stopped(
@@ -423,17 +409,13 @@ LARGE = RunConfig(network="ddpm")
     ("shown", "label", "status", "way_out"),
     [
         (study(amp(), memory(), LOADER, harm=0.0), "bf16", findings.ANSWERED, ""),
-        (study(amp(), memory()), "freed memory kept", findings.ANSWERED, ""),
         (study(amp(), memory(), harm=0.05), "freed memory kept", findings.ANSWERED, ""),
         (study(amp(0.8), memory(), harm=0.0), "freed memory kept", findings.ANSWERED, ""),
         (study(amp()), "bf16", question.UNTRIED, "ddpm-lab run amp --batch-size 32 --seeds 8"),
-        (study(amp(data_name="1 of my images")), "bf16", question.UNTRIED, "ddpm-lab run amp --data DATA --batch"),
         (study(amp(base=LARGE), harm=0.0, base=LARGE), "bf16", question.UNTRIED, ""),
         (study(amp(), harm=0.05), None, findings.ANSWERED, ""),
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
-        (study(amp(), KEPT_IN_BF16, harm=0.05), None, findings.ANSWERED, ""),  # that is worse
         (study(amp(), KEPT_IN_BF16), "bf16", question.UNTRIED, "ddpm-lab run amp"),  # that is not judged
-        (study(amp(1.1), KEPT_IN_BF16, harm=0.0), "kept in bf16", findings.ANSWERED, ""),
         (study(IN_BF16), "Compiled bf16 training is 47 % faster than fp32 training;", question.UNTRIED, "ddpm-lab run"),
         (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
@@ -442,7 +424,6 @@ LARGE = RunConfig(network="ddpm")
         (study(amp(experiment="compare", crowded=[0])), None, quality.NOT_MEASURED, "ddpm-lab report"),  # none of these
         (study(LOADER), None, quality.NOT_MEASURED, "ddpm-lab report"),  # the lab's loaders that are faster have none
         (study(amp(experiment="quality"), harm=0.0), "bf16", findings.ANSWERED, ""),
-        (study(amp(0.8), amp(1.5, experiment="quality"), harm=0.0), None, findings.ANSWERED, ""),
     ],
 )
 def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
@@ -451,7 +432,7 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
     found = answer(shown).finding
     assert (bool(found.sets), found.status) == (label is not None, status)
     assert (label or "") in found.headline
-    ratios = {"bf16": 1.3, "kept in bf16": 1.2, "freed memory kept": 1.1}
+    ratios = {"bf16": 1.3, "freed memory kept": 1.1}
     assert not label or found.ratio == pytest.approx(ratios.get(label, 1.47), rel=0.02)
     assert found.way_out.startswith(way_out)
     assert bool(found.way_out) == bool(way_out)
