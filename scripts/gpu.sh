@@ -75,7 +75,7 @@ END
 # Each in an equal part of the time that is left, or five minutes: an H100 took a minute for a set of four formats.
 questions=(torch_compile amp profile workers batch_size peers "peers --parts levers") jobs=() tried=0
 if [[ $device == cpu ]]; then questions=("${questions[@]:0:6}"); fi
-if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange all_reduce); fi
+if ((gpus > 1)) || [[ $device == cpu ]]; then questions+=(multi_gpu exchange); fi
 for question in "${questions[@]}"; do
   if [[ ! -e $finished/${network}_${question##* } ]]; then jobs+=("$question"); fi
 done

@@ -1,6 +1,6 @@
-"""Synthetic records of several ranks: strong and weak scaling by planted ratios, and all-reduces of planted times."""
+"""Synthetic records of several ranks: strong and weak scaling by planted ratios."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import LOST, WEAK
 from ddpm_lab.questions import exchange as exchanges
-from ddpm_lab.record import Machine, RunRecord
+from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
 TWO = RunConfig(world_size=2)
@@ -75,43 +75,3 @@ def exchanged(ratio: float, base: RunConfig = TWO, **values: Any) -> list[RunRec
     }
     common: dict[str, Any] = {"baseline_label": exchanges.BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
     return sets(rows, baseline=base, **{**common, "family": "tiny, batch 32, 2 ranks", **values})
-
-
-def all_reduces(
-    seconds: Callable[[int, int], float],
-    *,
-    ranks: Sequence[int] = (2,),
-    messages: Sequence[int] = exchanges.MESSAGES,
-    nodes: int = 1,
-    machine: Machine = CPU,
-    **values: Any,
-) -> list[RunRecord]:
-    """Sets of all-reduces that take ``seconds(ranks, bytes)``."""
-    found = []
-    for n in ranks:
-        base, *others = (
-            RunConfig(
-                workload=exchanges.WORKLOAD,
-                device="cuda" if machine.gpus else "cpu",
-                world_size=n,
-                nodes=nodes,
-                global_batch_size=n,
-                options=(("message_bytes", size),),
-            )
-            for size in messages
-        )
-        first, *sizes = messages
-        found += sets(
-            {
-                exchanges.label(size): (config, seconds(n, first) / seconds(n, size))
-                for size, config in zip(sizes, others, strict=True)
-            },
-            baseline=base,
-            baseline_label=exchanges.label(first),
-            experiment="all_reduce",
-            family=f"all-reduce, {n} ranks",
-            step_seconds=seconds(n, first),
-            seed=n,
-            **values,
-        )
-    return on(machine, found)

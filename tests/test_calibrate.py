@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import records as make
+import torch
+from fresh_processes import context
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -18,6 +20,7 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.questions import calibrate as module
 from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, lines
 from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.training.pieces import Pieces
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def test_it_takes_the_cores_that_are_free_and_fails_where_every_set_was_disturbe
 
 # --- what it says ---
 
-BASE = RunConfig(workload="ddpm_lab.training.limits:pieces", global_batch_size=1, options=(("pieces", 100),))
+BASE = RunConfig(workload="ddpm_lab.training.pieces:pieces", global_batch_size=1, options=(("pieces", 100),))
 SLOWER = replace(BASE, options=(("pieces", 105),))
 
 
@@ -110,3 +113,21 @@ def test_nothing_is_made_up_of_few_sets() -> None:
         assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["sets"] == found.slower.sets
     assert set(judged(calibrated(count=1)).resolvable.values()) == {None}
     assert calibration(calibrated()[:2]) is None
+
+
+# --- what it measures ---
+
+
+def test_a_planted_step_does_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, silu = list[int](), torch.nn.functional.silu
+
+    def counted(values: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return silu(values)
+
+    monkeypatch.setattr(torch.nn.functional, "silu", counted)
+    workload = Pieces(SLOWER, context())
+    for _ in range(2):
+        workload.step(None)
+    assert len(calls) == 2 * 105
+    assert workload.witness() == {"pieces": 105, "images": 2}

@@ -1,34 +1,17 @@
-"""The questions exchange and all_reduce: what they measure, and what planted records of them come to."""
+"""The question exchange: what it measures, and what planted records of it come to."""
 
 import dataclasses
 import re
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import records as make
-from cells import column
-from scaled_records import TWO, all_reduces, exchanged
+from scaled_records import TWO, exchanged
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
-from ddpm_lab.plan import Family
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.exchange import (
-    NO_EXCHANGE,
-    all_reduce,
-    bus_bandwidth,
-    exchange,
-    exchanges,
-    label,
-    message_bytes,
-)
-
-ALPHA, BETA = 2e-4, 1e-9
-
-
-# --- exchange ---------------------------------------------------------------------------------------------------------
+from ddpm_lab.questions.exchange import NO_EXCHANGE, exchange
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])
@@ -81,58 +64,3 @@ def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_le
     shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
     assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
     assert "% shorter" not in answer(make.study(exchanged(1.0))).finding.claim
-
-
-# --- all_reduce -------------------------------------------------------------------------------------------------------
-
-
-def sizes(family: Family) -> list[int]:
-    configs = (family.baseline, *(config for _, config in family.candidates))
-    return [int(config.option("message_bytes", 0)) for config in configs]
-
-
-def test_messages_go_over_decades_the_smallest_and_the_largest_first_all_in_the_same_sets() -> None:
-    for preset in ("smoke", "quick", "full"):
-        for family in all_reduce(setup(preset, cores=8)).families:
-            found = sizes(family)
-            assert found[:2] == [2**10, 2**26]
-            assert len(set(found)) == len(found) >= 6
-            assert family.at_once == len(family.candidates)
-    named = [label(n) for n in (4, 1024, 2**18, 3 * 2**19, 2**26)]
-    assert named == ["4 bytes", "1 KiB", "256 KiB", "1.5 MiB", "64 MiB"]
-    for gpus, cores, ranks in ((0, 6, [2, 4, 6]), (8, 64, [2, 4, 8]), (0, 1, [1]), (1, 16, [1])):
-        experiment = all_reduce(setup(gpus=gpus, cores=cores))
-        assert [f.baseline.world_size for f in experiment.families] == ranks
-        assert bool(experiment.left_out) == (ranks == [1]) != bool(experiment.families[0].candidates)
-    experiment = all_reduce(setup(cores=8), world_sizes=[3, 1, 5], message_bytes=[4096, 1024, 4096])
-    assert [(f.baseline.world_size, sizes(f)) for f in experiment.families] == [(3, [1024, 4096]), (5, [1024, 4096])]
-
-
-def ring(alpha: float = ALPHA, beta: float = BETA) -> Callable[[int, int], float]:
-    return lambda ranks, size: 2 * (ranks - 1) * (alpha + size / ranks * beta)
-
-
-def test_ranks_on_several_hosts_are_rows_and_lines_of_their_own() -> None:
-    near = all_reduces(ring(), ranks=(2, 4), machine=make.GPUS)
-    far = all_reduces(ring(5e-3, 1e-8), ranks=(4,), nodes=4, machine=make.GPUS)
-    study = make.study([*near, *far])
-    shown = answer(study).table()
-    assert list(dict.fromkeys(column(shown, "Configuration"))) == ["2 ranks", "4 ranks", "4 ranks on 4 hosts"]
-    assert (len(shown), shown[0]["Sets"]) == (18, "6")
-    found = exchanges(study)
-    assert found[0].step_seconds == pytest.approx(2 * (ALPHA + 512 * BETA), rel=0.05)
-    assert found[12].step_seconds == pytest.approx(6 * 5e-3, rel=0.05), "over four hosts"
-    (ax,) = answer(study).figure().axes
-    drawn = [tuple(point) for line in ax.get_lines() for point in np.asarray(line.get_xydata()).tolist()]
-    assert drawn == [(message_bytes(e), 1e-9 * bus_bandwidth(e)) for e in found]
-    # A link passes the same whatever the number of ranks.
-    for e in exchanges(make.study(all_reduces(ring(0.0), ranks=(2, 8), machine=make.GPUS))):
-        assert bus_bandwidth(e) == pytest.approx(1 / BETA, rel=0.03)
-
-
-def test_ranks_that_share_cores_and_a_rank_alone_say_nothing_of_exchanges() -> None:
-    shared = [dataclasses.replace(r, mechanism_only=True) for r in all_reduces(ring(), ranks=(4,))]
-    alone = all_reduces(lambda *_: 1e-5, ranks=(1,))
-    for records in (shared, alone):
-        assert exchanges(make.study(records)) == []
-        assert answer(make.study(records)).finding.verdict != "measured"

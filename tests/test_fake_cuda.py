@@ -109,7 +109,7 @@ def test_compiling(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_questions_of_two_gpus(fake: Fake, tmp_path: Path, data: Path) -> None:
-    two_gpus = measured(fake, tmp_path, data, "multi_gpu", "exchange", "all_reduce", devices=2)
+    two_gpus = measured(fake, tmp_path, data, "multi_gpu", "exchange", devices=2)
     assert told(two_gpus, "multi_gpu", "candidate") == {"2 GPUs": "ok"}
     assert told(two_gpus, "exchange", "candidate") == {"no exchange (no training)": "ok", "bf16 hook": "ok"}
     for record in (r for r in two_gpus if r["config"]["world_size"] == 2 and r["ranks"]):

@@ -11,7 +11,7 @@ import peer_records
 import pytest
 import records as make
 from drawn_studies import STUDIES
-from scaled_records import all_reduces, exchanged
+from scaled_records import exchanged
 from setups import setup
 
 from ddpm_lab.config import OWN, RunConfig
@@ -31,7 +31,6 @@ def amp(ratio: float = 1.62, **values: Any) -> Study:
 
 
 GOLDEN: dict[str, Callable[[], Study]] = {
-    "all_reduce": lambda: make.study(all_reduces(lambda ranks, size: 2 * (ranks - 1) * (2e-4 + size / ranks * 1e-9))),
     "amp": lambda: amp(failures={"fp16": (RunConfig(seed=9), "oom", "90 GiB asked")}, crowded=[(0, 0), (0, 1)]),
     "batch_size": STUDIES["batch sizes"],
     "claims": lambda: claimed.study([*claimed.sets(), *claimed.wrong()]),

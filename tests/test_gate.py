@@ -203,12 +203,12 @@ def test_two_revisions_of_the_lab_itself_run_whole_unless_the_instrument_changed
         refused = compared("--against", "main")
         assert (refused.returncode, f"(ddpm_lab.{changed})" in refused.stderr) == (2, True)
         git(lab, "restore", ".")
-    planted = lab / "ddpm_lab" / "training" / "limits.py"
+    planted = lab / "ddpm_lab" / "training" / "pieces.py"
     note = "__import__('pathlib').Path(__import__('os').environ['TRACE']).open('a').write(__file__ + '\\n')"
     planted.write_text(f"{planted.read_text()}\n{note}\n")
-    done = compared("ddpm_lab.training.limits:pieces", "--against", "main", "--sets", "1")
+    done = compared("ddpm_lab.training.pieces:pieces", "--against", "main", "--sets", "1")
     assert done.returncode == 0, done.stderr
-    assert "ddpm_lab.training.limits changed" in done.stderr
+    assert "ddpm_lab.training.pieces changed" in done.stderr
     assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
 
 

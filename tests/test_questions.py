@@ -175,8 +175,6 @@ ONE_CELL: dict[str, list[Any]] = {
         ("bottleneck", {"precison": "bf16"}, ["precision"]),
         ("bottleneck", {"workload": "mine:step"}, ["workload is 'mine:step'"]),
         ("bottleneck", {"only": ["bf17"]}, ["only is 'bf17'"]),
-        ("all_reduce", {"message_bytes": [1022]}, ["message_bytes has 1022"]),
-        ("all_reduce", {"world_sizes": [1]}, ["world_sizes has 1"]),
         ("search", {"only": {"speed": ["all"]}}, ["only is 'speed'"]),
         ("search", {"only": {"precision": ["fp16"]}}, ["only precision has 'fp16'"]),
         ("search", {"only": {"memory": "nchw"}}, ["give a list"]),

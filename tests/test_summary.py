@@ -97,7 +97,7 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     trial = make.record(RunConfig(), role="quality", windows=(), quality={"held_out": looks})
     crowd = RunConfig(world_size=4, global_batch_size=8, oversubscribe=True)
     many = make.record(crowd, mechanism_only=True, windows=kept)
-    untrained = make.record(RunConfig(workload="ddpm_lab.training.limits:copy"), windows=kept)
+    untrained = make.record(RunConfig(workload="ddpm_lab.training.pieces:pieces"), windows=kept)
     failed = make.record(RunConfig(seed=1), role="quality", status="crashed")
     one, tried, shared = summary.of_records([*timed, trial, failed, many, untrained])
     busy = summary.of_records(make.sets({"2 ranks": (RunConfig(world_size=2), 7.0)}, crowded=range(6)))

@@ -42,7 +42,7 @@ def every_question() -> dict[str, Entry]:
     modules = [vars(import_module(f"ddpm_lab.questions.{file.name}")) for file in files]
     found = [(about, module) for module in modules for about in module.values() if isinstance(about, Question)]
     return {
-        about.name: Entry(about, module[about.name], module.get(f"answer_{about.name}", module.get("answer")))
+        about.name: Entry(about, module[about.name], module.get("answer"))
         for about, module in sorted(found, key=lambda each: each[0].file)
     }
 

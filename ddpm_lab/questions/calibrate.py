@@ -32,7 +32,7 @@ from ddpm_lab.record import TWIN, LedgerError, RunRecord
 from ddpm_lab.training.setting import usual_device
 
 EXPERIMENT = "calibrate"
-WORKLOAD = "ddpm_lab.training.limits:pieces"
+WORKLOAD = "ddpm_lab.training.pieces:pieces"
 PIECES, EXTRA = 100, 5  # of the work of a step, and how many the planted slowdown adds
 MOST_FAILURES = 2
 

@@ -265,7 +265,7 @@ def _stored(
         if machine is not None and heads:
             key = machine_key(heads, machine)
             heads = [h for h in heads if h.machine.key == key]
-        other = () if name != RECOMMENDATION else ("profile", "all_reduce", *OTHER_WORK)
+        other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
         asked = [h for h in heads if h.experiment == name or (other and h.experiment not in other)]
         found = of_training(heads, workload)
         if workload is None and of.get("network") is None and asked and not any(h in asked for h in found):
