@@ -38,7 +38,7 @@ from ddpm_lab.explain.selection import (
     study,
     with_looks,
 )
-from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder, read_settings
+from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
@@ -60,7 +60,6 @@ from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Planned, Settings, plan_question
 from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
-from ddpm_lab.questions.recommendation import recommendation as search_of
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data, usual_device
@@ -205,9 +204,9 @@ def recommendation(
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``; else it shows the last search of this machine, or without one what
-    all questions came to. What is recommended is written into ``recommended.toml`` too. With ``ledger`` or ``machine``
-    nothing is measured. ``workload`` is a training of the user's in place of the lab's own; the other settings, and the
-    errors, are those of ``recommend``.
+    all questions came to. What a search recommends is written into ``recommended.toml``, by ``smoke`` where there is
+    none. With ``ledger`` or ``machine`` nothing is measured. ``workload`` is a training of the user's in place of the
+    lab's own; the other settings, and the errors, are those of ``recommend``.
     """
     choice("preset", preset, PRESETS)
     output, searched = output_folder(output_dir), False
@@ -226,7 +225,7 @@ def recommendation(
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
     if not shown.records:
         shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    writes = (searched and preset != "smoke") or _may_replace(output / FILE, shown)
+    writes = searched and (preset != "smoke" or not (output / FILE).exists())
     return dataclasses.replace(answer(shown), settings=write_settings(shown) if writes else None)
 
 
@@ -235,15 +234,6 @@ def _images_of(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
     how = {name: settings[name] for name in ("image_size", "held_out", "skip_bad") if name in settings}
     folder, _ = place_of(settings.get("data", "synthetic"), output / PREPARED, **how)
     return {"data": read_manifest(folder).content_hash} if is_prepared(folder) else {}
-
-
-def _may_replace(file: Path, shown: Study) -> bool:
-    """Whether there is no file of settings, or one for the work, images and device of the search that is shown."""
-    with contextlib.suppress(LabError):
-        told, found = read_settings(file, FILE), search_of(shown)
-        alike = ("network", "device", "image_size", "data_sha256")  # the last is left out where the images are gone
-        return found is not None and all(told.get(n) in (None, getattr(found.space.baseline, n)) for n in alike)
-    return True
 
 
 def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
