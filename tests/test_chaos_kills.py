@@ -101,16 +101,11 @@ ATTACKS = {
     ),
     "compare of scripts": (
         ["compare", PYTHON, f"{PYTHON} again", *LONG],
-        "SIGKILL parent, SIGKILL script, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL worker, SIGKILL guard",
-    ),
-    "run": (
-        ["run", "amp", "--preset", "smoke", "--network", "tiny", "--sets", "99", *LONG],
-        "SIGHUP parent, SIGKILL parent, SIGTERM parent, SIGINT parent, SIGKILL rank, SIGKILL server",
+        "SIGKILL parent, SIGKILL script, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL worker",
     ),
     "report": (
         ["report", "--notebook", "01_mine.ipynb", "--preset", "smoke", "--output-dir", "out"],
-        "SIGKILL parent, SIGKILL kernel, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL papermill, "
-        "SIGKILL rank, SIGKILL guard",
+        "SIGKILL parent, SIGKILL kernel, SIGTERM parent, SIGINT parent, SIGHUP parent, SIGKILL papermill, SIGKILL rank",
     ),
 }
 """Commands, and what is done to whom: the first two, or, in full, all of them in turn."""
@@ -194,7 +189,7 @@ def attack(words: list[str], kill: tuple[int, str, float], folder: Path, mark: s
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.parametrize("name", [name for name in ATTACKS if FULL or name != "run"])  # which measures as compare does
+@pytest.mark.parametrize("name", ATTACKS)
 def test_kills(name: str, place: Path, record_property: Callable[[str, object], None]) -> None:
     words, said = ATTACKS[name]
     chance = random.Random(name)

@@ -23,18 +23,14 @@ from ddpm_lab.measure import cluster
 from ddpm_lab.measure.cluster import Cluster, Place, Process, leading
 from ddpm_lab.measure.process import Store
 
-# Hosts on one machine: network namespaces with addresses of their own, joined by a bridge in one more namespace
-
-_serial = itertools.count()
+# Hosts on one machine: two network namespaces with addresses of their own, joined by a cable
 
 
 class Host(NamedTuple):
-    """A namespace with an address on the bridge, at one of its ports."""
+    """A namespace with an address on the cable."""
 
     namespace: str
     address: str
-    bridge: str
-    port: str
 
     def command(self, *arguments: str) -> list[str]:
         """The argument list that runs `arguments` here; `ip` becomes the command, so the process id is its own."""
@@ -44,33 +40,25 @@ class Host(NamedTuple):
         """Processes that run here."""
         return set(map(int, _ip("netns", "pids", self.namespace).split()))
 
-    def cut(self) -> None:
-        """Pull the cable out of the bridge: packets get lost, nobody is told."""
-        _ip("-n", self.bridge, "link", "set", self.port, "down")
+    def cut(self, other: str) -> None:
+        """Send what is for another host to an address that nobody has: packets get lost, nobody is told."""
+        _ip("-n", self.namespace, "neigh", "replace", other, "lladdr", "02:00:00:00:00:01", "dev", "eth0")
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts with the addresses 10.77.0.1, .2, ...; all of them are gone at the end.
-
-    Raises subprocess.CalledProcessError where it is not permitted.
-    """
-    name = f"ddpm-lab-{os.getpid()}-{next(_serial)}"
-    bridge = f"{name}-bridge"
-    made = [Host(f"{name}-{i}", f"10.77.0.{i + 1}", bridge, f"port{i}") for i in range(count)]
+def two_hosts() -> Iterator[list[Host]]:
+    """Hosts with the addresses 10.77.0.1 and .2; both are gone at the end. Raises CalledProcessError without leave."""
+    made = [Host(f"ddpm-lab-{os.getpid()}-{i}", f"10.77.0.{i + 1}") for i in range(2)]
+    first, second = (host.namespace for host in made)
     with contextlib.ExitStack() as stack:
-        for namespace in (bridge, *(host.namespace for host in made)):
-            _ip("netns", "add", namespace)
-            stack.callback(_ip, "netns", "del", namespace)
-            _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", bridge, "link", "set", "bridge", "up")
         for host in made:
-            veth = ("type", "veth", "peer", "name", host.port, "netns", bridge)
-            _ip("-n", host.namespace, "link", "add", "eth0", *veth)
+            _ip("netns", "add", host.namespace)
+            stack.callback(_ip, "netns", "del", host.namespace)
+        _ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        for host in made:
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", bridge, "link", "set", host.port, "master", "bridge", "up")
-            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            for device in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", device, "up")
         yield made
 
 
@@ -79,7 +67,7 @@ def _ip(*arguments: str) -> str:
 
 
 try:
-    with hosts(1):
+    with two_hosts():
         why_not = ""
 except (FileNotFoundError, subprocess.CalledProcessError) as error:
     why_not = f"`ip` (iproute2) makes no network namespaces here: {error}"
@@ -157,7 +145,7 @@ def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(store: Store, monke
 @contextlib.contextmanager
 def job(rows: list[Any]) -> Iterator[tuple[list[Host], list["subprocess.Popen[str]"], Iterator[dict[str, Any]]]]:
     """A job of two hosts, one process on each: the hosts, the torchruns, and what the leader says."""
-    with hosts(2) as made:
+    with two_hosts() as made:
         store = ("--master-addr", made[0].address, "--master-port", "29511")
         words = ("--nnodes", "2", "--nproc-per-node", "1", *store)
         told = (str(TESTS / "cluster_job.py"), json.dumps(rows))
@@ -220,7 +208,8 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
             assert fault == "is killed" or "in step\n" in found["detail"] or ", line " in found["detail"]
         assert next(rows)["status"] == "ok"
         assert next(rows)["at work"] == "cut off"
-        made[1].cut()
+        for one, other in itertools.permutations(made):
+            one.cut(other.address)
         found = next(rows)
         assert found["reason"].startswith(f"{name} was lost: "), found["reason"]
         assert found["seconds"] < 20

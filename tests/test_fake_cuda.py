@@ -139,14 +139,6 @@ def test_training_and_sampling(fake: Fake, tmp_path: Path, data: Path) -> None:
     assert len(list(checkpoint.with_suffix("").glob("*.png"))) == 4
 
 
-@pytest.mark.parametrize("loader", ["packed", "resident"])
-def test_a_window_waits_for_its_device_at_its_end_alone(fake: Fake, data: Path, loader: str) -> None:
-    settings = {"data": str(data), "image_size": 8, "global_batch_size": 8, "world_size": 2, "loader": loader}
-    seen = json.loads(fake.python(HERE / "fake_cuda_window.py", json.dumps(settings), devices=2))
-    assert seen["devices"] == ["cuda:0", "cuda:1"]
-    assert max(seen["waits"]) <= 1
-
-
 AWAY = """
 import torch
 

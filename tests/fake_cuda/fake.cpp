@@ -75,14 +75,7 @@ cudaError_t copy(void *to, const void *from, size_t bytes) {
     return cudaSuccess;
 }
 
-// Waiting: there is nothing to wait for, but when it was done is remembered.
-auto &waits = *new std::vector<double>;
-
-cudaError_t wait() {
-    std::lock_guard<std::mutex> guard(lock);
-    waits.push_back(now());
-    return cudaSuccess;
-}
+cudaError_t wait() { return cudaSuccess; } // there is nothing to wait for
 
 struct Event {
     bool timed;
@@ -135,11 +128,6 @@ template <class Take> static int exchange(Communicator *c, const void *sent, siz
 }
 
 extern "C" {
-
-int fake_cuda_waits(double from, double to) {
-    std::lock_guard<std::mutex> guard(lock);
-    return std::count_if(waits.begin(), waits.end(), [=](double at) { return from < at && at < to; });
-}
 
 // Kernels do nothing.
 void **__cudaRegisterFatBinary(void *) {
