@@ -33,14 +33,12 @@ class Lab:
         self.failures: dict[str, str] = {}
         self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
         self.sets: list[tuple[str, list[str]]] = []
-        self.primaries: list[list[str]] = []  # of each set, labels that are marked as primary
         self.turns: list[int] = []  # of each set
         self.loads: list[float] = []  # cores that others take in the sets to come; none once it is empty
         self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
         self.stop_after: int | None = None
-        self.gave_up = set[bool]()  # whether sets may end early
         monkeypatch.setattr(campaign, "measure_set", self.measure_set)
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
         monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
@@ -50,12 +48,11 @@ class Lab:
     def measure_set(
         self, instrument: Instrument, *, plan: Plan, members: list[Member], turns: Any, gives_up: bool, **where: str
     ) -> list[RunRecord]:
-        self.gave_up.add(gives_up)
+        del gives_up  # which ends real sets early
         if len(self.sets) == self.stop_after:
             raise KeyboardInterrupt
         assert len(self.sets) < 50, "the campaign never ends"
         self.sets.append((where["family"], [m.label for m in members]))
-        self.primaries.append([m.label for m in members if m.primary])
         places, load = len(members), self.loads.pop(0) if self.loads else 0.0
         plan = plan if plan.turns else dataclasses.replace(plan, turns=turns(START_SECONDS * places, 0.3 * places))
         self.turns.append(plan.turns)
@@ -78,13 +75,18 @@ class Lab:
     def _record(self, member: Member, baseline: Member, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
         seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
-        times: dict[str, Any] = {
-            "seconds": seconds,
-            "rank_seconds": (1.0,) * member.config.world_size,
-            "step_seconds": (1.0,),
-        }
-        place: dict[str, Any] = {"turn": 0, "position": 0, "start_seconds": 0.0, "data_seconds": (0.0,)}
-        window = Window(images=32, steps=1, others_cores=load, **times, **place)
+        window = Window(
+            turn=0,
+            position=0,
+            start_seconds=0.0,
+            seconds=seconds,
+            images=32,
+            steps=1,
+            rank_seconds=(1.0,) * member.config.world_size,
+            step_seconds=(1.0,),
+            data_seconds=(0.0,),
+            others_cores=load,
+        )
         return make.record(
             member.config,
             role=member.role,
@@ -116,7 +118,7 @@ class Lab:
         **target: Any,
     ) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
-        self.sets, self.primaries, self.turns, self.alone = [], [], [], []
+        self.sets, self.turns, self.alone = [], [], []
         self.traces.clear()
         made = self.campaign(experiment, **target)
         made.run(Progress("test", quiet=True), stages=stages, look=look, yields=yields)

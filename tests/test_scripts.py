@@ -74,13 +74,6 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     assert all(sets_threads(f"{way} train.py", tmp_path) for way in ways.split("|"))
 
 
-def test_labels_of_long_commands_begin_where_they_differ() -> None:
-    shared = "python -m some.package.train --data /a/long/path/to/images --width 128"
-    assert scripts.labels(f"{shared} --batch 8", f"{shared} --batch 16") == ("... --batch 8", "... --batch 16")
-    assert scripts.labels("a b", "a b") == ("a b", "a b (candidate)")
-    assert max(map(len, scripts.labels("a " + "b" * 99, "a " + "c" * 99))) == scripts.LONGEST_LABEL
-
-
 def test_differences_are_listed_and_other_work_is_told() -> None:
     other = SEEN | {"parameters": 90, "versions": {"torch": "2.15.0", "numpy": "2.0"}}
     assert scripts.differences(SEEN, other) == ["parameters 72 against 90", "torch 2.11.0 against 2.15.0"]
