@@ -40,13 +40,9 @@ def extract(source: Path, dest: Path, *, progress: Progress | None = None) -> Pa
     A ``.7z`` keeps its own folders (Kaggle's gives ``train/1.png`` ...); members that are not images stay inside. The
     pickled CIFAR-10 batches become ``train/1.png`` ... in their order, and the test batch ``test/1.png`` ...
     Returns the folder to train on: ``dest``, or ``dest/train`` for the batches, which leave the test images out. Raises
-    DataError for an archive that is damaged, truncated, too large, of an unknown kind, or points outside ``dest``; what
-    was unpacked until then is left for the caller to delete.
+    DataError for an archive that is damaged, truncated, too large, or points outside ``dest``; what was unpacked until
+    then is left for the caller to delete.
     """
-    if not source.is_file():
-        raise DataError(f"no such file: {source}; give the path of an archive")
-    if not is_archive(source):
-        raise DataError(f"{source} is not an archive of a known kind ({', '.join(ARCHIVE_SUFFIXES)})")
     dest.mkdir(parents=True, exist_ok=True)
     with _damage_named(source, dest):
         if source.name.lower().endswith(".7z"):

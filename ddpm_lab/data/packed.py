@@ -475,10 +475,6 @@ def split(images: npt.NDArray[np.uint8], held_out_start: int | None) -> tuple[tu
             chosen += group
     if not chosen:  # only groups larger than the share: the smallest, so that there is a held-out part at all
         chosen = min(in_order, key=len)
-        if len(chosen) > MAX_HELD_OUT:
-            raise DataError(
-                f"each image occurs more than {MAX_HELD_OUT:,} times, so none can be held out; remove copies"
-            )
     return tuple(sorted(chosen)), ()
 
 

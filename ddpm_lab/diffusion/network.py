@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
 from ddpm_lab.diffusion.reference import ReferenceUNet, reference
 from ddpm_lab.diffusion.step import (
     AUTOCAST,
-    PrecisionWatch,
     allow_tf32,
     autocast,
     channels_last_seen,
-    compile_seen,
     require,
 )
 from ddpm_lab.diffusion.unet import UNet, build_network
-from ddpm_lab.plan import ATTENTION, FUSED_PARTS
+from ddpm_lab.plan import ATTENTION
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -32,8 +29,7 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
     kernels.State.without = config.option("without", "")
-    choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
-    choice("options.attention", attention := config.option("attention", ""), ("", *ATTENTION))
+    attention = config.option("attention", "")
     for each in ATTENTION if attention else ():
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
     lab = build_network(config.network, fused=config.kernels == "fused", attention_axis=config.attention_axis)
@@ -86,11 +82,6 @@ class Inference:
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
         if config.compile == "whole":
             self.model = torch.compile(self.network, mode=config.compile_mode)
-        # Blocks that are compiled one by one leave the first convolution, which is in none, as it is.
-        self.precision = PrecisionWatch(self.network, self.device, run=self._forward_once)
-        if config.compile != "whole":
-            self.precision.watch()
-        self.fused_before = kernels.State.uses
 
     def _prepared(self, network: AnyUNet) -> AnyUNet:
         """A copy in the memory format asked for, whose weights are rounded once to what autocast would round them to.
@@ -108,20 +99,6 @@ class Inference:
                 if isinstance(module, nn.Conv2d | nn.Linear):
                     module.to(dtype)
         return network
-
-    def _forward_once(self) -> None:
-        """Evaluate the network eagerly: how the witness sees into what was compiled in whole."""
-        size = self.config.image_size
-        with autocast(self.config, self.device):
-            self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
-
-    def witness(self) -> dict[str, Any]:
-        return {
-            "precision": self.precision.seen(),
-            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
-            **network_seen(self.network),
-            **compile_seen(self.config, self.model),
-        }
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         with torch.inference_mode(), autocast(self.config, self.device):

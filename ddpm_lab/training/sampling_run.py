@@ -20,7 +20,6 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, emulated, fused_lacking, usual_device, usual_settings
 
@@ -150,11 +149,6 @@ def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> No
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
                 group.advance(1, SILENCE_SECONDS, "sampling")
-                if batch == 1:
-                    # No record is kept, so only the settings are judged.
-                    seen = [{**rank, "images": None, "unlisted_modules": []} for rank in group.witness()]
-                    if wrong := "; ".join(mismatches(config, seen)):
-                        raise RunFailed(f"{wrong}; its images are of no use")
                 made = min(batch * config.global_batch_size, missing)
                 rate = made / (time.monotonic() - begun)
                 progress.expect((missing - made) / rate)

@@ -235,7 +235,6 @@ class Generation(Untrained):
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
-        self.images = 0
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -250,9 +249,4 @@ class Generation(Untrained):
         self.context.mark("writing")
         for number, image in zip(batch, images, strict=True):
             write_png(self.folder / f"{number:06d}.png", image[None])
-        self.images += len(batch)
         return 0.0
-
-    def witness(self) -> dict[str, Any]:
-        """How many images were made, and how the network ran that made them."""
-        return {"images": self.images, **(self.evaluate.witness() if self.images else {})}
