@@ -36,7 +36,7 @@ def rated(*records: list[RunRecord], bands: Bands | None = None) -> str:
 
 
 def test_an_efficiency_is_called_by_its_whole_interval_and_by_the_bands_that_were_asked_for() -> None:
-    records, own = strong({8: 6.45}), bands({"splendid": 0.8, "rest": 0})
+    records, own = strong({8: 6.45}), bands("splendid=80%,rest=0")
     assert "by S000's bands." in rated(records, bands=S000)
     assert "), splendid" in rated(records, bands=own)
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]

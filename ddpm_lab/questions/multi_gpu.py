@@ -188,8 +188,6 @@ def _efficiency_notes(study: Study, lead: Comparison) -> list[str]:
     text = f"Parallel efficiency with {lead.label}: {rated(lead, study.bands)}, by {study.bands.owner} bands"
     if band(lead, study.bands) == BEYOND:
         text += "; more ranks alone cannot give that: the baseline was disturbed, or caches hold what each works on"
-    elif lead.efficiency.exists and (verdict := study.bands.verdict(*lead.efficiency.ends, lead.config.nodes)):
-        text += f"; {verdict}"
     shared = f"{_shared_cores(study, [lead])}: expect no efficiency near 100 %." if lead.config.device == "cpu" else ""
     return [f"{text}.", shared]
 
@@ -271,13 +269,13 @@ def by_batch(study: Study) -> Figure | None:
 
 def memory(study: Study) -> Figure | None:
     """Memory of each configuration's largest rank in each turn: its GPU's, else of the host; None where unknown."""
-    moments = [m for m in machine_state.moments(study) if m.record.windows and m.record.role != "twin"]
+    moments = [m for m in machine_state.moments(study) if m.record.role != "twin"]
     name, what = "rss_bytes", "Memory of the largest rank (resident set, RSS)"
-    if any(m.state.get("allocated_bytes") is not None for m in moments):
+    if any(m.window.state.get("allocated_bytes") is not None for m in moments):
         name, what = "allocated_bytes", "GPU memory allocated by the largest rank"
     runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for m in moments:
-        if (value := m.state.get(name)) is not None:
+        if (value := m.window.state.get(name)) is not None:
             runs.setdefault(m.record.label, {}).setdefault(m.record.set_id, []).append((m.turn, value / 2**20))
     series = []
     for label, sets in runs.items():
