@@ -224,7 +224,7 @@ def test_a_note_disappears_once_its_configuration_is_measured(change: dict[str, 
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"image_size": 64}, ["training, 32x32 pixels", "training, 64x64 pixels"]),
+        ({"image_size": 64}, ["training", "training (image size 64)"]),
         ({"seed": 3}, ["training", "training (seed 3)"]),
         ({"data_sha256": "fedcba9876543210"}, ["training", "training (data fedcba98)"]),
     ],

@@ -1,19 +1,15 @@
 """The machine's state from records to people: values with units, "not available" for what is unknown, never 0."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import records as make
 from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state as ms
-from ddpm_lab.explain.answer import ENERGY
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord, crowded_sets
 
@@ -32,29 +28,22 @@ def peaks(records: Sequence[RunRecord], **values: Any) -> list[RunRecord]:
     return [replace(r, ranks=tuple(replace(k, **values) for k in r.ranks)) for r in records]
 
 
-def on_cpu(**state: float | None) -> Study:
-    return make.study(make.with_state(peaks(ranks(), peak_memory_bytes=None, peak_rss_bytes=500 << 20), **state))
-
-
 def rows(study: Study) -> dict[str, str]:
     return {row["Meanwhile"]: row["Value"] for row in ms.table(study)}
 
 
-def with_others(study: Study, others: float | None, stolen: float | None = None) -> Study:
-    took: dict[str, Any] = {"others_cores": others, "stolen_seconds": stolen}
-    return replace(study, records=tuple(make.windowed(r, **took) for r in study.records))
+def with_others(study: Study, others: float | None) -> Study:
+    return replace(study, records=tuple(make.windowed(r, others_cores=others) for r in study.records))
 
 
 def test_a_machine_without_a_gpu_says_so_once() -> None:
-    found = rows(with_others(on_cpu(cgroup_throttled_seconds=0.25, ram_used_bytes=3 << 30), 0.2, 0.02))
-    assert found == {
-        "Cores kept busy by other processes": "0.20 of 2 on average, at most 0.20",
-        "Core time taken by the hypervisor": "2.0 % on average, at most 2.0 %",  # of 0.5 s on two cores
-        "Held back by a CPU quota": "27.0 s in all",  # 6 sets of 6 turns of 3 windows
+    held = peaks(ranks(), peak_memory_bytes=None, peak_rss_bytes=500 << 20)
+    assert rows(with_others(make.study(make.with_state(held, ram_used_bytes=3 << 30)), 0.2)) == {
+        "Cores kept busy by other processes": "0.20 on average, at most 0.20",
         "CPU utilisation": "90 % on average",
         "Memory of the machine in use": "at most 3.0 GiB of 8.0 GiB",
         DISTURBED: "0 of 6",
-        "GPU utilisation, clocks, temperature, power and energy": ms.NOT_AVAILABLE,
+        "GPU utilisation, clocks, temperature and power": ms.NOT_AVAILABLE,
         "Peak memory of a rank, 1 rank": "500 MiB RSS",
         "Peak memory of a rank, 2 ranks": "500 MiB RSS",
     }
@@ -66,47 +55,25 @@ def test_a_gpu_is_told_with_units() -> None:
     study = make.study([replace(r, witness=card) for r in make.with_state(records, **make.GPU_STATE)])
     expected = {
         "GPU utilisation": "96 % on average",
-        "GPU clock": "1,900 MHz on average, at least 1,755 MHz",
-        "GPU memory clock": "2,619 MHz on average",
-        "GPU slowed down by": "its power cap in 100 % of windows",
+        "GPU clock": "1,900 MHz on average",
+        "Lowest GPU clock": "1,755 MHz",
         "GPU temperature": "at most 66 \N{DEGREE SIGN}C",
         "Power of a group's GPUs": "400 W on average",
-        "Other processes on the GPU": "at most 0, memory 0 MiB",
         "Peak memory of a rank, 1 rank": "3.0 GiB allocated, 4.0 GiB reserved: 5 % of the card, 76.0 GiB headroom",
     }
     assert rows(study).items() >= expected.items()
     assert set(column(answer(study).table(), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"
 
 
-@pytest.mark.parametrize("experiment", ["amp", "multi_gpu"])
-def test_energy_stands_beside_speed_where_the_cards_count_it(experiment: str) -> None:
-    records = [replace(r, experiment=experiment) for r in ranks("cuda")]
-
-    def energies(**state: float | None) -> list[str]:
-        shown = make.study([*make.with_state(records, **make.GPU_STATE, **state)], experiment)
-        return column(answer(shown).table(), ENERGY)
-
-    timed = [w for r in records if r.role == "baseline" for w in r.windows]
-    seconds, images = sum(w.seconds for w in timed), sum(w.images for w in timed)
-    found = energies(gpu_energy_joules=200.0, watched_seconds=0.4)  # 500 W, settle steps included
-    assert float(found[0].replace(",", "")) == pytest.approx(500 * seconds / images * 1e6 / 3.6e6, rel=0.01)
-    assert "unknown" not in found
-    with pytest.raises(KeyError):
-        energies(gpu_energy_joules=None)
-
-
 def test_what_is_unknown_is_not_available_and_never_zero() -> None:
     unknown = dict.fromkeys([*make.GPU_STATE, "cpu_utilisation_percent", "rss_bytes"])
     records = peaks(ranks("cuda"), peak_memory_bytes=None, peak_rss_bytes=2 << 30)
     study = with_others(make.study(make.with_state(records, **unknown)), None)
-    through_json = [RunRecord.from_dict(json.loads(json.dumps(r.as_dict()))) for r in study.records]
-    found = rows(replace(study, records=tuple(through_json)))
+    found = rows(study)
     assert found.pop(DISTURBED) == "0 of 6"
     assert {found.pop(f"Peak memory of a rank, {name}") for name in ("1 rank", "2 ranks")} == {"unknown"}
-    assert len(found) >= 12
     assert set(found.values()) == {ms.NOT_AVAILABLE}
-    (note,) = (note for note in answer(study).finding.notes if "unknown" in note)
-    assert plain(answer(study).table()).count(note) == 1
+    assert any("unknown" in note for note in answer(study).finding.notes)
 
 
 def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_not() -> None:
@@ -118,13 +85,3 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     (lost,) = crowded_sets(study.records)
     assert {m.turn for m in ms.moments(study) if m.record.set_id == lost} == {13, 14, 15, 16, 17, 18}, "over all sets"
     assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
-
-
-@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False)])
-def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: bool) -> None:
-    one = RunConfig(threads=1)
-    study = make.study(make.sets({"bf16": (replace(one, precision="bf16"), 1.3)}, baseline=one))
-    (told,) = ms.warnings(with_others(study, others))
-    assert "1 of 2 cores" in told
-    assert ("other processes" in told) == taken
-    assert ms.warnings(replace(study, records=(*study.records, *make.sets({}, seed=1)))) == (), "all cores answered too"

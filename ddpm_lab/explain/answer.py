@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_lab.explain import charts, machine_state, phrases, stats
+from ddpm_lab.explain import charts, phrases, stats
 from ddpm_lab.explain.charts import Figure, Line, Panel, Row, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, qualities
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, one_family, without_constant
-
-ENERGY = "kWh for a million images"
 
 
 class View(NamedTuple):
@@ -67,13 +65,12 @@ def speeds(
         study=study,
         finding=found,
         figure=lambda: ratios(study, found, shown),
-        table=lambda: speed_table(study, shown, columns, name_family=rows is not None),
+        table=lambda: speed_table(shown, columns, name_family=rows is not None),
         views=views,
     )
 
 
 def speed_table(
-    study: Study,
     rows: Sequence[Comparison],
     columns: Callable[[Comparison], dict[str, str]] | None = None,
     *,
@@ -83,8 +80,7 @@ def speed_table(
     cells = [_cells(row, columns(row) if columns else {}) for row in rows]
     if not cells:
         return []
-    cells[0]["Note"] = f"{cells[0]['Note']} {machine_state.unknown(study)}".strip()
-    empty = {"Note": [""], "Disturbed sets": ["0"], ENERGY: [phrases.DASH, "unknown"]}
+    empty = {"Note": [""], "Disturbed sets": ["0"]}
     empty |= {key: [phrases.DASH] for key in phrases.LOSS}
     return without_constant(cells if name_family else one_family(cells), empty)
 
@@ -101,7 +97,6 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
         "Speed": phrases.times(row.ratio),
         "Verdict": phrases.outcome(row),
         "Images/s": phrases.significant(row.images_per_second),
-        ENERGY: phrases.significant(row.joules_per_image / 3.6),
         "Step": phrases.seconds(row.step_seconds),
         "Time for 50,000 images (projected)": phrases.seconds(row.projected_seconds),
         **further,

@@ -32,9 +32,8 @@ class Comparison:
     those that were measured since it was called; ``noise`` is the ratio of the family's twin. ``p`` is the p-value, of
     secondary comparisons adjusted over those with its baseline, and ``level`` what it is held against. ``why`` says
     where the verdict is not what the interval alone would say. ``images_per_second`` is the geometric mean over sets of
-    their medians, ``joules_per_image`` what the energy counters of all GPUs say. ``set_seconds`` is what a set takes
-    with baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or its own without
-    one.
+    their medians. ``set_seconds`` is what a set takes with baseline, twin and this configuration. ``baseline`` is the
+    configuration of the baseline, or its own without one.
     """
 
     experiment: str
@@ -59,7 +58,6 @@ class Comparison:
     resolution: float
     set_seconds: float
     images_per_second: float
-    joules_per_image: float
     peak_memory_bytes: float
     peak_rss_bytes: float
     noise: stats.Interval = field(default_factory=lambda: stats.Interval(value=1.0))
@@ -269,9 +267,6 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
     A note disappears once its configuration has been measured, by this run or a later one with more time.
     """
-    if len({r.config.image_size for r in records}) > 1:
-        sized = ((r, f"{r.config.image_size}x{r.config.image_size} pixels") for r in records)
-        records = [r if size in r.family else replace(r, family=f"{r.family}, {size}") for r, size in sized]
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
     measured = set[tuple[str, ...]]()
@@ -363,7 +358,6 @@ def _compare(
         resolution=resolution,
         set_seconds=sum(sum(r.stages.values()) for r in members) / len(speed) if speed else math.nan,
         images_per_second=stats.geometric_mean(rates),
-        joules_per_image=_joules_per_image(speed or measured),
         peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
         peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
     )
@@ -375,18 +369,6 @@ def _log_ratio(record: RunRecord, by_role: Mapping[str, Mapping[str, RunRecord]]
     if base is None or twin is None:
         return math.nan
     return set_log_ratio(base, twin) if record.role == TWIN else set_log_ratio(base, record, twin)
-
-
-def _joules_per_image(records: Sequence[RunRecord]) -> float:
-    """Energy of the GPUs over all windows by their images; NaN where a card counts none."""
-    joules = images = 0.0
-    for w in (w for r in records for w in r.windows):
-        counted, watched = w.state.get("gpu_energy_joules"), w.state.get("watched_seconds")
-        if counted is None or not watched:
-            return math.nan
-        joules += counted * w.seconds / watched  # settle steps are watched too, and not timed
-        images += w.images
-    return joules / images if images else math.nan
 
 
 def peak(record: RunRecord, kind: str) -> float:

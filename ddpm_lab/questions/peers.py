@@ -172,7 +172,7 @@ def answer(study: Study) -> Answer:
     levers = speeds(put_back, replace(found, headline=title), rows=rows)
     worth = f"{title.replace('here', 'on this machine')}: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
-    views = (View(worth, "levers", drawn, lambda: speed_table(study, rows)), *trained_views(study))
+    views = (View(worth, "levers", drawn, lambda: speed_table(rows)), *trained_views(study))
     return replace(speeds(rivals, found, rows=others or None, views=views), study=study, table=lambda: table(study))
 
 
@@ -236,5 +236,5 @@ def table(study: Study) -> Table:
             "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else phrases.DASH,
         }
 
-    cells = speed_table(study, shown, columns)
+    cells = speed_table(shown, columns)
     return [{"This trainer is" if name == "Speed" else name: cell for name, cell in row.items()} for row in cells]
