@@ -119,28 +119,14 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     assert "4 ranks" in shown.finding.headline
     assert MECHANISM_ONLY in plain(shown.table())
     assert "1.7" not in shown.finding.claim + plain(shown.table())
-    single = make.record(
-        RunConfig(device="cuda"),
-        experiment="multi_gpu",
-        role="note",
-        label="2 GPUs",
-        status="left out",
-        reason="this machine has 1 GPU",
-    )
-    assert answer(make.study([single])).finding.headline == "Left out: 2 GPUs (this machine has 1 GPU)"
-    crashed = replace(single, role="candidate", label="2 ranks", status="crashed", config=RunConfig(world_size=2))
-    assert answer(make.study([single, replace(crashed, role="largest")])).finding.headline.startswith("Left out")
-    broken = replace(single, role="cold", label="compiled", status="failed", reason="no ptxas")
-    assert answer(make.study([single, broken])).finding.headline == "Nothing can be compared, since compiled failed"
 
 
-def test_what_needs_more_cores_than_were_free_says_so() -> None:
-    base = RunConfig(threads=1, global_batch_size=16)
-    alone = make.sets({}, baseline=base, experiment="multi_gpu", crowded=[(0, 0), (0, 1)])
-    left_out = replace(alone[0], role="note", label="2 ranks", status="left out", reason="few", windows=(), set_id="")
-    found = answer(make.study([*alone, left_out])).finding
-    assert "1 free core" in found.headline
-    assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu --batch-sizes 16")
+def test_what_was_left_out_is_told_with_its_reason() -> None:
+    alone = make.sets({}, experiment="multi_gpu")
+    why: dict[str, Any] = {"status": "left out", "reason": "this machine has 1 GPU"}
+    found = answer(make.study([*alone, replace(alone[0], role="note", label="2 GPUs", windows=(), set_id="", **why)]))
+    assert found.finding.status == "not measured"
+    assert "Left out: 2 GPUs (this machine has 1 GPU)." in found.finding.notes
 
 
 def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
@@ -197,7 +183,10 @@ def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_i
 def test_a_way_out_is_the_command_that_would_answer() -> None:
     reached = replace(row(1.0, set_noise=0.002), verdict=stats.INCONCLUSIVE)
     sides = row(1.6, label="my side", baseline_label="main", experiment="compare", count=2)
+    ranks: dict[str, Any] = {"experiment": "multi_gpu", "count": 2}
     large = row(1.6, RunConfig(image_size=64, network="seed", global_batch_size=32), count=2)
+    own = RunConfig(workload=OWN, options=(("make", "mine:make"), ("number_format", "own")), global_batch_size=8)
+    two = rows(make.study(make.sets({"2 ranks": (replace(own, world_size=2), 1.6)}, baseline=own, **ranks)))[0]
     for found, command in (
         (row(1.6), ""),
         (row(1.6, count=2), "ddpm-lab run amp --batch-size 8"),
@@ -209,6 +198,7 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (row(1.6, replace(BASE, seed=3), count=2), "ddpm-lab run amp --seed 3 --batch-size 8"),
         (row(1.6, replace(BASE, network="seed"), experiment="peers", count=2), "ddpm-lab run peers --batch-size 8"),
         (row(1.6, experiment="quality", count=2), "ddpm-lab run quality --batch-size 8"),
+        (two, "ddpm-lab run multi_gpu --workload mine:make --batch-sizes 8 --world-sizes 2"),
     ):
         shown = make.study(make.sets({}, data_name="1 of my images" if found is large else "synthetic images"))
         assert findings.way_out_of(shown, found) == command
@@ -229,17 +219,6 @@ def test_an_open_answer_says_between_what_it_lies(ends: tuple[float, float], wor
     ratio = stats.Estimate(value=1.0, low=ends[0], high=ends[1], p=0.1, sets=6)
     found = findings.headline_of(replace(row(1.0), verdict=stats.INCONCLUSIVE, ratio=ratio))
     assert found == f"No clear answer: bf16 may be {words}"
-
-
-def test_a_training_of_ones_own_on_a_gpu_is_measured_again_in_its_number_format() -> None:
-    """Where nothing is said its questions set out from tf32, and those of one with a step of its own from nothing."""
-    for more, words in (((), " --precision fp32"), ((("number_format", "own"),), "")):
-        own = RunConfig(workload=OWN, options=(("make", "mine:make"), *more), device="cuda", loader="files")
-        two = {"2 GPUs": (replace(own, world_size=2), 1.6)}
-        found = make.study(
-            make.on(make.GPUS, make.sets(two, baseline=own, experiment="multi_gpu", count=2)), "multi_gpu"
-        )
-        assert answer(found).finding.way_out.partition(" --loader")[0].endswith(f" --batch-sizes 32{words}")
 
 
 def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
@@ -318,17 +297,6 @@ def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(
     measured = ask(name, setup("quick", cores=8), **again).families
     wanted = (family.baseline.run_id, dict(family.candidates)[primary].run_id)
     assert wanted in {(f.baseline.run_id, config.run_id) for f in measured for _, config in f.candidates}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_compiled_block_by_block_is_measured_in_full(workers: int) -> None:
-    (family, *_) = ask("torch_compile", setup("full", cores=8), loader_workers=workers).families
-    sides = {label: (config, 1.0) for label, config in family.candidates if config.compile == "regional"}
-    noisy = make.sets(sides, baseline=family.baseline, experiment="torch_compile", set_noise=0.1)
-    study = make.study(noisy)
-    assert not rows(study)[0].answered
-    wanted = findings.way_out_of(study, rows(study)[0])
-    assert wanted.endswith(f" --preset full --loader-workers {workers}"), "with no minutes, which are of this row alone"
 
 
 SEVERAL = {"batch_sizes", "world_sizes", "precisions", "worker_counts"}

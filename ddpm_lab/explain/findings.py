@@ -14,7 +14,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.files import output_folder
 from ddpm_lab.plan import LEVERS, WEAK, WHOLE_QUESTION, usual_network
-from ddpm_lab.record import gradient_fault
+from ddpm_lab.record import RunRecord, gradient_fault
 
 _SUBJECTS = {
     "multi_gpu": ("{label} at batch {batch}", "{base}"),
@@ -227,43 +227,23 @@ def _nothing_to_compare(
     study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], notes: Sequence[str]
 ) -> Finding:
     """The finding of a study none of whose candidates has a speed: why, and what would give one."""
-    bases, hidden = [r for r in rows if r.role == "baseline"], [r for r in others if r.mechanism_only]
-    failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
-    unusable = [r for r in bases if not r.sets and not r.mechanism_only and r.status not in _SOUND]
-    few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
-    last = next((r for r in reversed(study.records) if r.status not in _SOUND), None)
-    missing = [r for r in others if (r.status, r.config.device, r.mechanism_only) == ("left out", "cuda", False)]
-    gone = [(_named(r, rows), r.reason) for r in missing]
-    status, about = FAILED, None
-    if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
-        status, notes = quality.NOT_MEASURED, (f"{whole.reason}.",)
+    whole = next((r for r in rows if r.label == WHOLE_QUESTION), None)
+    lost, hidden = [r for r in study.records if r.status not in _SOUND], [r for r in others if r.mechanism_only]
+    if whole is not None:
         headline = f"Left out: this cannot be asked of {whole.config.work_name}"
-    elif any(r.disturbed_sets for r in others or rows):
-        status, about = stats.TOO_FEW, (others or rows)[0]
-        headline = ALL_DISTURBED
-    elif bases and len(unusable) == len(bases):
-        headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
-    elif failed:
-        headline = f"Every candidate failed: {_labels(failed)}"
-    elif gone and not (last and last.role == "cold"):  # as with a single GPU
-        status, headline = quality.NOT_MEASURED, listed("Left out", gone).removesuffix(".")
-        notes = tuple(note for note in notes if note != f"{headline}.")
-    elif hidden:
-        status, notes = MECHANISM_ONLY, ()
-        headline = f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}"
-    elif last is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
-        notes = (f"{phrases.failed(last.status, last.reason)}.", *notes)
-        headline = f"Nothing can be compared, since {last.label} failed"
-    else:
-        status, about, headline = quality.NOT_MEASURED, few, "Nothing to compare with the baseline was measured"
-        if few is not None:
-            free = phrases.plural(few.config.threads * few.config.node_size, "free core")
-            headline = f"Not measured: with {free} every candidate needs more"
-    way_out = command_of(study, about) if about else ""
-    return plain(study, headline, status, *notes, way_out=way_out)
+        return plain(study, headline, quality.NOT_MEASURED, f"{whole.reason}.")
+    if any(r.disturbed_sets for r in others or rows):
+        return plain(study, ALL_DISTURBED, stats.TOO_FEW, *notes, way_out=command_of(study, (others or rows)[0]))
+    if lost:
+        if lost[-1].role not in ("baseline", "candidate"):  # none of the others is a row
+            notes = (f"{phrases.failed(lost[-1].status, lost[-1].reason)}.", *notes)
+        return plain(study, f"Nothing can be compared, since {_labels(lost)} failed", FAILED, *notes)
+    if hidden:
+        return plain(study, f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}", MECHANISM_ONLY, *notes)
+    return plain(study, "Nothing to compare with the baseline was measured", quality.NOT_MEASURED, *notes)
 
 
-def _labels(rows: Sequence[Comparison]) -> str:
+def _labels(rows: Iterable[Comparison | RunRecord]) -> str:
     return phrases.joined(list(dict.fromkeys(r.label for r in rows)))
 
 
@@ -426,29 +406,23 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
 
 
 def _options(row: Comparison) -> Iterator[str]:
-    """The options with which a question measures this comparison, where it would choose others."""
+    """The options with which a question measures this comparison."""
     base, its, name = row.baseline, row.config, row.experiment
+    sizes = {base.global_batch_size, its.global_batch_size if name == "batch_size" else base.global_batch_size}
     if name in ("multi_gpu", "batch_size"):
-        sizes = {base.global_batch_size, its.global_batch_size if name == "batch_size" else base.global_batch_size}
         yield f"--batch-sizes {','.join(map(str, sorted(sizes)))}"
     elif name in ("amp", "workers", "torch_compile", "exchange", "quality", "peers"):
         yield f"--batch-size {base.global_batch_size}"
-    if name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
-        several = "" if name == "batch_size" else "s"
-        usual = 2 if name == "multi_gpu" or (name == "exchange" and base.device == "cpu") else 1
-        yield from [f"--world-size{several} {its.world_size}"] * (its.world_size not in (1, usual))
-    if name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers"):
-        tf32 = base.is_own and base.device == "cuda" and not base.option("number_format", "")
-        usual_precision = "" if tf32 else "fp32"
-        if name == "torch_compile" and base.device == "cuda":
-            usual_precision = "bf16"
-        several = "s" if name == "workers" else ""
-        yield from [f"--precision{several} {base.precision}"] * (base.precision != usual_precision)
+    if its.world_size > 1 and name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
+        yield f"--world-size{'s' * (name != 'batch_size')} {its.world_size}"
+    precise = name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers")
+    if precise and not base.option("number_format", ""):
+        yield f"--precision{'s' * (name == 'workers')} {base.precision}"
     if name == "peers" and row.family.endswith(LEVERS):
         yield "--parts levers"
     if row.scaling == "weak":
         yield "--scaling weak"
-    if name == "workers" and (base.loader_workers or its.loader_workers > 2):
+    if name == "workers":
         yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
     by_block = name == "torch_compile" and its.compile == "regional"  # in full alone
     if by_block:
