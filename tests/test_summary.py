@@ -12,7 +12,7 @@ import records as make
 from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
-from scaled_records import family, paired
+from scaled_records import paired
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
@@ -20,8 +20,6 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import WEAK
-from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
 from ddpm_lab.reports import summary
 from ddpm_lab.reports.summary import ACCURACY, Summary, settings
@@ -67,13 +65,10 @@ def test_repeated_baselines_are_averaged_geometrically(single: list[float], seve
 
 
 def test_what_a_run_of_several_devices_is_compared_with() -> None:
-    """Its own configuration on one of them, or the one with the batch of each (weak scaling)."""
-    lone = [row(10.0, configuration="a"), row(30.0, configuration="b"), row(9.0, configuration="c, batch 8")]
+    lone = [row(10.0, configuration="a"), row(30.0, configuration="b")]
     several = [row(20.0, configuration="b", gpus=2), row(5.0, configuration="d", gpus=2)]
-    several += [row(6.0, configuration=f"c, batch {batch}", gpus=2) for batch in (16, 32)]
     found = [*lone, *several, row(4.0, configuration="a", gpus=0, ranks=2)]
-    assert gains(found) == [pytest.approx(1.5), None, pytest.approx(1.5), None, None]
-    assert summary.compared(found)[5].note.startswith("weak scaling")
+    assert gains(found) == [pytest.approx(1.5), None, None]
     assert gains([row(100.0, epoch_seconds=10.0), row(24.0, gpus=2, epoch_seconds=6.0)]) == [pytest.approx(10 / 6)]
     assert gains([row(100.0), row(24.0, gpus=2, epoch_seconds=None)]) == [None]
     old, new = {"hardware": "Old GPU"}, {"hardware": "New GPU"}
@@ -102,46 +97,12 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     one, tried, shared = summary.of_records([*timed, trial, failed, many, untrained])
     busy = summary.of_records(make.sets({"2 ranks": (RunConfig(world_size=2), 7.0)}, crowded=range(6)))
     assert [(run.seconds, run.note, run.found) for run in busy] == 2 * [(None, phrases.DISTURBED, True)]
-    assert not Summary(note=f"no summary found; its last line: {phrases.DISTURBED}").found
     assert (one.configuration, one.gpus, one.ranks, one.nodes) == ("tiny, batch 8, precision bf16", 0, 1, 1)
     assert (one.seconds, one.epoch_seconds, one.loss, one.gpu_percent) == (4.0, 4.0 * 50_000 / 800, None, 80.0)
     assert (tried.loss, tried.seconds) == (0.4, None)
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, summary.MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
     assert [*summary.grid([shared])[0].values()][4] == "unknown"
-
-
-def test_strong_and_weak_scaling_of_one_batch_have_their_own_seconds() -> None:
-    one = RunConfig(global_batch_size=16)
-    how: dict[str, Any] = {"baseline": one, "baseline_label": "1 rank", "experiment": "multi_gpu"}
-    strong = make.sets({"2 ranks": (replace(one, world_size=2), 1.5)}, family="tiny, batch 16", **how)
-    twice = replace(one, world_size=2, global_batch_size=32)
-    weak = make.sets({"2 ranks": (twice, 1.6)}, family=f"tiny, batch 16 per rank{WEAK}", count=4, seed=2, **how)
-    alone = [run.seconds for found in (strong, weak) for run in summary.of_study(make.study(found), "")]
-    assert [run.seconds for run in summary.of_study(make.study([*strong, *weak]), "")] == alone
-
-
-def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
-    """Times that drift between sets give another ratio of means than of pairs."""
-    answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
-    shown = {(r.family, r.ranks): r for r in scaling_rows(answer) if r.role != "twin"}
-    for run in summary.of_study(answer, "ledger.jsonl"):
-        of = shown[run.configuration or "", run.ranks or 0]
-        windows = [w for r in answer.records if (r.family, r.role) == (of.family, of.role) for w in r.windows]
-        assert run.seconds == pytest.approx(sum(w.seconds for w in windows))
-        assert run.epoch_seconds == of.projected_seconds
-        assert run.speed_up == (of.ratio.value if of.ranks > 1 else None)
-        assert run.rating == ("" if of.ranks == 1 else "good" if "weak" in of.family else "overhead")
-    base = RunConfig(global_batch_size=32)
-    two = replace(base, world_size=2, global_batch_size=64)
-    found = make.sets({"2 ranks": (two, 1.2)}, baseline=base, baseline_label="1 rank", experiment="multi_gpu")
-    tried = make.trials({"2 ranks": (two, 0.01)}, baseline=base, seed_noise=0, pair_noise=0)
-    runs = summary.of_study(replace(make.study(found), trials=tuple(tried)), "")
-    assert [run.loss for run in runs] == [pytest.approx(0.35), pytest.approx(0.36)]
-    runs = summary.of_study(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
-    assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
-    hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
-    assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -180,7 +141,7 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
     Ledger(path).append(paired({64: 1.6}, {}).records)
     (tmp_path / "slurm-5.out").write_text("srun: error\n")
     words = (path, tmp_path / "slurm-5.out", folder_of(tmp_path / "run", replace(BASE, seed=1), 2))
-    code, out, err = call("summary", *words, "--csv", tmp_path / "t.csv", "--markdown", tmp_path / "t.md", "--json")
+    code, out, err = call("summary", *words, "--csv", tmp_path / "t.csv", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     names = [(r["configuration"], r["found"]) for r in found["runs"]]
@@ -190,7 +151,6 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
     assert [run["speed_up"] is None for run in found["runs"]] == [True, False, True, True]
     with (tmp_path / "t.csv").open(newline="") as file:
         assert [r["Time (s)"] for r in csv.DictReader(file)][2:] == ["", "1.0"]
-    assert (tmp_path / "t.md").read_text().startswith("| Job ID |")
     assert call("summary", tmp_path / "slurm-5.out")[0] == 1
     assert call("summary", tmp_path / "none.out")[0] == 2
 

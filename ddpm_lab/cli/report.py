@@ -157,16 +157,8 @@ def summary(options: argparse.Namespace) -> int:
     sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
         return _difference(options)
-    rows: list[runs.Summary] = []
-    apart: list[runs.Summary] = []
-    for source in sources:
-        if source.suffix == ".jsonl":
-            study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
-            rows += runs.of_study(study, str(source))
-        else:
-            apart += _rows(source)
-    rows += runs.compared(apart)
-    runs.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
+    rows = runs.compared([row for source in sources for row in _rows(source, options.machine)])
+    runs.show(rows, csv=options.csv, as_json=options.json)
     if not any(row.found for row in rows):
         say("ddpm-lab: no record of multi_gpu, and no log of train: ddpm-lab run multi_gpu makes some", error=True)
         return 1
@@ -178,8 +170,11 @@ def _is_run(source: Path) -> bool:
     return source.is_dir() or source.suffix == ".toml" or not (source.exists() or source.suffix)
 
 
-def _rows(source: Path) -> list[runs.Summary]:
-    """The runs in a log, or the one in a folder of ``train``."""
+def _rows(source: Path, machine: str | None = None) -> list[runs.Summary]:
+    """The runs in a log, those of multi_gpu in a ledger, or the one in a folder of ``train``."""
+    if source.suffix == ".jsonl":
+        study = experiments.run("multi_gpu", ledger=source, machine=machine).study
+        return [replace(run, log=str(source)) for run in runs.of_records([*study.records, *study.trials])]
     if not source.is_dir():
         return runs.read_log(source)
     run = runs.of_training(_settings(source, "SOURCE")[0], source, None)
@@ -195,11 +190,11 @@ def _difference(options: argparse.Namespace) -> int:
     only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
     wrong = [] if options.only is None else runs.unexpected(found, only)
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
-    if (options.csv or options.markdown) and (options.json or len(folders) != 2):
-        raise ConfigError("--csv and --markdown hold a table of runs, and here are only differences: leave them out")
+    if options.csv and (options.json or len(folders) != 2):
+        raise ConfigError("--csv holds a table of runs, and here are only differences: leave it out")
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
-        runs.show(runs.compared(rows), csv=options.csv, markdown=options.markdown)
+        runs.show(runs.compared(rows), csv=options.csv)
         say("")
     tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(options.sources, found, wrong))
     return int(bool(wrong))
@@ -268,7 +263,7 @@ COMMANDS = {
     "summary": Command(
         summary,
         "summary runs/first runs/second --only seed",
-        "sources only ledger machine csv markdown json",
+        "sources only ledger machine csv json",
         {"ledger": "records to read (default: your own ledger)"},
     ),
     "collect": Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,10 @@ from ddpm_lab.declared import reader
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
-from ddpm_lab.explain.selection import Study
-from ddpm_lab.files import LEDGER, expanded, lock, writing
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.output import say
-from ddpm_lab.plan import scaling
-from ddpm_lab.questions import multi_gpu
 from ddpm_lab.record import Amount, Count, Machine, RunRecord, crowded_sets
 from ddpm_lab.training.run_folder import name_of, trained
 
@@ -95,10 +91,7 @@ class Summary:
 
     @property
     def found(self) -> bool:
-        """Whether it ran: its time or loss is known, or its speed is not claimed."""
-        whys = (MECHANISM, MECHANISM_ONLY, phrases.DISTURBED)
-        told = not self.note.startswith(NO_SUMMARY) and any(why in self.note for why in whys)
-        return self.seconds is not None or self.loss is not None or told
+        return not self.note.startswith(NO_SUMMARY)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
@@ -140,29 +133,7 @@ def of_records(records: Iterable[RunRecord]) -> list[Summary]:
         if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(dataclasses.replace(r, windows=()) if r.set_id in lost else r)
     found = [(_of_run(run[0].config, run), any(r.set_id in lost for r in run)) for run in by_run.values()]
-    return [dataclasses.replace(s, note=phrases.DISTURBED) if busy and not s.found else s for s, busy in found]
-
-
-def of_study(study: Study, source: str) -> list[Summary]:
-    """The runs of a study of ``multi_gpu``, with their paired speed-ups; ``source`` is the ledger."""
-    found = [r for r in multi_gpu.scaling_rows(study) if r.role in ("baseline", "candidate")]
-    return [dataclasses.replace(_paired(study, r, found), log=source) for r in found]
-
-
-def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
-    kind = (row.run_id, row.role, row.baseline_id, scaling(row.family))  # a family may be called otherwise by now
-    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, scaling(r.family)) == kind]
-    beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
-    trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
-    notes, gain = [told.note, multi_gpu.layout(row.config)], dict[str, Any]()
-    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
-    if row.role == "candidate" and row.sets:
-        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
-        gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
-        notes += [f"{phrases.evidence(row.ratio)}, {phrases.outcome(row)}", f"quality {row.quality}"]
-    gain |= {"epoch_seconds": row.projected_seconds if told.seconds else None, "job_id": _job(mine)}
-    return dataclasses.replace(told, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
+    return [dataclasses.replace(s, note=phrases.DISTURBED) if busy and s.seconds is None else s for s, busy in found]
 
 
 def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
@@ -236,16 +207,14 @@ def append_new(logs: Sequence[Path], path: Path) -> int:
     May be called while the jobs run, and again. Raises LedgerError, or OSError, if the ledger cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".collecting").open("a") as held_file:  # what one process has looked for, another may be adding
-        lock(held_file)
-        held = {_text(r) for r in Ledger(path).read()[0]}
-        new: dict[str, RunRecord] = {}
-        for log in logs:
-            records, damaged = Ledger(log.with_suffix("") / LEDGER).read()
-            say(*damaged, error=True)
-            new |= {text: r for r in records if (text := _text(r)) not in held}
-        if new:
-            Ledger(path).append(new.values())
+    held = {_text(r) for r in Ledger(path).read()[0]}
+    new: dict[str, RunRecord] = {}
+    for log in logs:
+        records, damaged = Ledger(log.with_suffix("") / LEDGER).read()
+        say(*damaged, error=True)
+        new |= {text: r for r in records if (text := _text(r)) not in held}
+    if new:
+        Ledger(path).append(new.values())
     return len(new)
 
 
@@ -259,8 +228,7 @@ def _text(record: RunRecord) -> str:
 def compared(runs: Sequence[Summary]) -> list[Summary]:
     """The runs, with what several devices gain over one in jobs that ran apart.
 
-    The baseline ran on one device of the same kind, a GPU or a rank of a processor, and has the same configuration, or
-    (weak scaling) that with the batch of each device.
+    The baseline ran on one device of the same kind, a GPU or a rank of a processor, and has the same configuration.
     """
     alone: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
     for run in runs:
@@ -270,14 +238,13 @@ def compared(runs: Sequence[Summary]) -> list[Summary]:
 
 
 def _gain(run: Summary, alone: Mapping[tuple[bool, str, str], Sequence[float]]) -> Summary:
-    gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
-    per_device = re.sub(r"\bbatch (\d{1,9})\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
+    gpu, devices, gain = bool(run.gpus), run.devices or 1, dict[str, Any]()
+    times = alone.get((gpu, run.hardware, run.configuration or ""))
     alike = f"{'GPU' if gpu else 'CPU rank'}{' of this kind' if run.hardware else ''}"
-    gain, told = dict[str, Any](), f"no run of this configuration on a single {alike}"
-    for key, kind in ((name, ""), (per_device, "weak scaling; ")):
-        if not gain and (times := alone.get((gpu, run.hardware, key))) and run.epoch_seconds:
-            ratio, told = geometric_mean(times) / run.epoch_seconds, f"{kind}not paired, so without an interval"
-            gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
+    told = "not paired, so without an interval" if times else f"no run of this configuration on a single {alike}"
+    if times and run.epoch_seconds:
+        ratio = geometric_mean(times) / run.epoch_seconds
+        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 
 
@@ -285,7 +252,6 @@ def grid(runs: Sequence[Summary]) -> tables.Table:
     """The table for people, with its further columns where they tell rows apart."""
     names = [*COLUMNS][:8]
     names += ["Speed-up", "Efficiency", "Rating"] if any(run.speed_up for run in runs) else []
-    names += ["Steps"] if any(run.steps for run in runs) else []
     names += ["Log"] if len({run.log for run in runs}) > 1 else []
     names += ["Note"] if any(run.note for run in runs) else []
     return [{name: _text_of(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
@@ -313,16 +279,12 @@ def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
     return [*lines, "An epoch is 50,000 images: its time is projected from that of the steps."]
 
 
-def show(
-    runs: Sequence[Summary], *, csv: str | None = None, markdown: str | None = None, as_json: bool = False
-) -> None:
-    """Print the table, or JSON, and write the files that are asked for. Raises ConfigError if one cannot be written."""
+def show(runs: Sequence[Summary], *, csv: str | None = None, as_json: bool = False) -> None:
+    """Print the table, or JSON, and write the file that is asked for. Raises ConfigError if it cannot be written."""
     table = tables.csv_text([{name: getattr(run, field) for name, field in COLUMNS.items()} for run in runs])
-    text = tables.markdown(grid(runs)) + "".join(f"\n{tables.literal(line)}\n" for line in speed_up_lines(runs))
-    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, text)):
-        if name is not None:
-            with writing(expanded(name), option=option):
-                expanded(name).write_text(content, newline="")
+    if csv is not None:
+        with writing(expanded(csv), option="--csv"):
+            expanded(csv).write_text(table, newline="")
     if as_json:
         values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
         say(*json.dumps(values, indent=1, allow_nan=False).split("\n"))
