@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import records as make
 from conftest import Call
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from records import study
 from scaled_records import ONE, family, paired, strong
@@ -22,7 +19,6 @@ from ddpm_lab import files
 from ddpm_lab.__main__ import _parser
 from ddpm_lab.cli import report
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.stats import Interval
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import LOST, Experiment
@@ -116,7 +112,6 @@ LOW = {"set_noise": 0.001, "turn_noise": 0.001}
         (1.13, {"device": "cpu", "ranks": 2, **LOW}, "faster", "multi-rank beneficial"),
         (1.6, {"count": 3}, "too few sets", "too few sets (3)"),
         (1.0, {"set_noise": 0.003}, "same", "same within 3 %"),
-        (1.1, {"set_noise": 0.03}, "faster", "(interval: marginal difference to multi-GPU beneficial)"),
     ],
 )
 def test_s003_s_words_for_what_is_resolved_and_none_for_what_is_not(
@@ -127,16 +122,9 @@ def test_s003_s_words_for_what_is_resolved_and_none_for_what_is_not(
     assert benchmark.recommendation(several).endswith(said)
 
 
-@settings(max_examples=10)
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
-def test_the_mean_of_speed_ups_and_their_inverses_is_one(ratios: list[float]) -> None:
-    every = [Interval(value=r, low=r / 1.1, high=r * 1.1) for r in (*ratios, *(1 / r for r in ratios))]
-    mean = benchmark._mean(every)
-    assert mean.value == pytest.approx(1)
-    assert math.log(mean.high) == pytest.approx(math.log(1.1) / math.sqrt(len(every)))
-    assert mean.low * mean.high == pytest.approx(1)
+def test_the_mean_of_speed_ups_and_their_inverses_is_one() -> None:
     (mean,) = benchmark.means(benchmark.rows(paired({64: 2.0, 128: 0.5}, {32: 7.0}, set_noise=0.001))).values()
-    assert mean.value == pytest.approx(1.0, rel=0.01), "weak scaling is no part of it"
+    assert mean == pytest.approx(1.0, rel=0.01), "weak scaling is no part of it"
 
 
 def test_the_files_and_the_table_hold_what_the_comparisons_say() -> None:
@@ -162,20 +150,22 @@ def test_the_files_and_the_table_hold_what_the_comparisons_say() -> None:
     assert not any("GPU" in cell for row in ranks for cell in (*row, *row.values()))
 
 
-def test_a_network_that_was_measured_before_is_no_part_of_it() -> None:
-    last = family(32, 1.1)
-    both = study([*family(32, 1.8, device="cpu", ranks=2), *last])
-    assert benchmark.comparison(both) == benchmark.comparison(study(last))
-    assert len(benchmark.comparison(both)) == 1
-    ranks = [replace(r, mechanism_only=r.role != "baseline") for r in family(16, 1.0, device="cpu", ranks=2)]
-    lost = [replace(r, family=f"{r.family}{LOST}") for r in family(16, 1.0, device="cpu", ranks=2)]
-    for more in (ranks, lost):  # of a machine with one GPU, and parts of the lost scaling: no row of a speed
-        assert benchmark.comparison(study([*last, *more])) == benchmark.comparison(study(last))
-    tiny, crowd = family(32, 0.8, device="cpu", ranks=2), family(32, 1.0, device="cpu", ranks=4)
-    beside = [replace(r, mechanism_only=True) for r in crowd if r.role == "candidate"]
-    every = study([*last, *tiny, *beside])
-    assert {r.config.network for r in benchmark.rows(every)} == {"tiny"}
-    assert "GPU" not in answer(benchmark.of_last(every)).finding.headline
+def test_only_the_network_that_was_measured_last_is_told_of() -> None:
+    """Whatever else was measured: other networks and loaders, ranks that share cores, the lost scaling, checks."""
+    last, ranks = family(32, 1.1), family(16, 1.0, device="cpu", ranks=2)
+    files = [
+        replace(r, config=replace(r.config, loader="files", loader_workers=1), family="files", baseline_id="files")
+        for r in family(32, 1.9)
+    ]
+    shared = [replace(r, mechanism_only=r.role != "baseline") for r in ranks]
+    lost = [replace(r, family=f"{r.family}{LOST}") for r in ranks]
+    for every in ([*ranks, *last], [*files, *last], [*last, *shared], [*last, *lost]):
+        shown = benchmark.of_last(study(every))
+        assert benchmark.comparison(shown) == benchmark.comparison(study(last))
+        assert answer(shown).finding.headline == answer(study(last)).finding.headline
+    check = make.record(replace(last[0].config, purpose="check"), role="check", label="8 GPUs", status="crashed")
+    check = replace(check, experiment="multi_gpu", reason="the gradient is off")
+    assert "Wrong gradient" in answer(benchmark.of_last(study([check, *last]))).finding.claim
 
 
 def test_the_sides_that_were_measured_with_fewer_cores_stand_beside_each_other() -> None:
@@ -189,33 +179,6 @@ def test_sets_that_others_disturbed_give_no_speed() -> None:
     lost = study(family(32, 1.6, device="cpu", ranks=2, crowded=range(6)))
     for row in (benchmark.to_dict(lost, r) for r in benchmark.rows(lost)):
         assert {row[name] for name in benchmark.SPEEDS} == {None}
-
-
-def test_what_failed_after_a_disturbed_set_keeps_its_reason() -> None:
-    records = family(32, 1.3, device="cpu", ranks=2, crowded=[0])
-    lost: dict[str, Any] = {"status": "oom", "reason": "9 GiB asked", "windows": ()}
-    kept = [r if r.role != "candidate" or r.set_id == records[0].set_id else replace(r, **lost) for r in records]
-    shown = study(kept)
-    (told,) = (benchmark.to_dict(shown, r)["reason"] for r in benchmark.rows(shown) if r.role == "candidate")
-    assert "9 GiB asked" in told
-
-
-def test_the_finding_of_a_benchmark_is_about_its_rows() -> None:
-    """Whatever else was measured: another loader, ranks that share cores, notes of what never ran, checks."""
-    last = family(32, 1.3, device="cpu", ranks=2)
-    files = [
-        replace(r, config=replace(r.config, loader="files", loader_workers=1), family="files", baseline_id="files")
-        for r in family(32, 1.9, device="cpu", ranks=2)
-    ]
-    alone = answer(benchmark.of_last(study(last))).finding
-    shown = benchmark.of_last(study([*files, *last]))
-    assert (answer(shown).finding.headline, len(benchmark.rows(shown))) == (alone.headline, 2)
-    seed = replace(last[0].config, network="seed")
-    note = replace(last[0], config=seed, role="note", label="2 ranks", baseline_id=seed.run_id, windows=(), set_id="")
-    assert len(benchmark.rows(benchmark.of_last(study([*last, replace(note, family="seed", status="left out")])))) == 2
-    check = make.record(replace(last[0].config, purpose="check"), role="check", label="2 ranks", status="crashed")
-    check = replace(check, experiment="multi_gpu", reason="the gradient is off")
-    assert "Wrong gradient" in answer(benchmark.of_last(study([check, *last]))).finding.claim
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------------------

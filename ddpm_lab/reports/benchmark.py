@@ -11,12 +11,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import Bands
 from ddpm_lab.explain.comparisons import COMPARED, Comparison
@@ -42,47 +40,34 @@ OF_CONFIG = (
     *("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size"),
     *("precision", "compile", "loader", "loader_workers"),
 )
-
-
 _VARIED = {"global_batch_size", "world_size", "nodes", "threads"}
 """Settings in which the baselines of one benchmark may differ."""
 
 
 def rows(study: Study) -> list[Comparison]:
-    """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices.
-
-    All of one network and its settings, those measured last: a table of batches has no place for another's.
-    """
+    """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices."""
     found = [
         r
         for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
-    if (base := _last(study, found)) is not None:
-        found = [r for r in found if r.baseline.differences(base).keys() <= _VARIED]
     return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.family, r.ranks))
 
 
-def _last(study: Study, found: Sequence[Comparison]) -> RunConfig | None:
-    """The baseline that was measured last, of those that ran and whose gain is claimed, if there are any."""
-    claimed = {r.baseline_id for r in found if r.role == "candidate" and not r.mechanism_only}
-    no_speed = {r.baseline_id for r in found if r.mechanism_only} - claimed
-    every = {r.baseline_id: r.baseline for r in found}
-    ran = {r.baseline_id: r.baseline for r in found if r.role != "note"} or every
-    able = {key: base for key, base in ran.items() if key not in no_speed} or ran
-    return next((able[r.baseline_id] for r in reversed(study.records) if r.baseline_id in able), None)
-
-
 def of_last(study: Study) -> Study:
-    """A study without the comparisons that the rows of a benchmark leave out, so that its finding is about them."""
-    shown = rows(study)
-    mine, names = {r.baseline_id for r in shown}, {r.config.work_name for r in shown}
+    """The records of the network and settings that were measured last: a table of batches has no place for others."""
+    claimed = {r.baseline_id for r in study.records if r.role == "candidate" and not r.mechanism_only}
+    bases = [r for r in study.records if r.role == "baseline" and not r.family.endswith(LOST)]
+    bases = [r for r in bases if r.baseline_id in claimed] or bases
+    if not bases:
+        return study
+    last = bases[-1].config
+    mine = {r.baseline_id for r in bases if r.config.differences(last).keys() <= _VARIED}
 
     def kept(r: RunRecord) -> bool:
-        is_row = r.role in COMPARED and r.config.purpose == "timing" and not r.family.endswith(LOST)
-        return r.baseline_id in mine if is_row else r.config.work_name in names
+        return r.baseline_id in mine if r.role in COMPARED else r.config.work_name == last.work_name
 
-    return replace(study, records=tuple(filter(kept, study.records))) if shown else study
+    return replace(study, records=tuple(filter(kept, study.records)))
 
 
 def _name(row: Comparison) -> str:
@@ -94,31 +79,20 @@ def compared(row: Comparison) -> bool:
 
 
 def recommendation(row: Comparison) -> str:
-    """S003's name for a resolved speed-up, and those of its interval where they differ; else why there is none."""
+    """S003's name for a resolved speed-up, else why there is none."""
     if not row.resolved:
         return phrases.outcome(row)
-    name, low, high = (RECOMMENDATIONS.name(value) for value in (row.ratio.value, *row.ratio.ends))
-    text = name if low == high else f"{name} (interval: {low} to {high})"
-    return text if row.config.device == "cuda" else text.replace("GPU", "rank")
+    name = RECOMMENDATIONS.name(row.ratio.value)
+    return name if row.config.device == "cuda" else name.replace("GPU", "rank")
 
 
-def means(found: Iterable[Comparison]) -> dict[str, Interval]:
-    """The geometric mean speed-up of each number of devices over the batches that they share.
-
-    Batches are measured in sets of their own, so the halves of their intervals add up as squares do.
-    """
-    ratios: dict[str, list[Interval]] = {}
+def means(found: Iterable[Comparison]) -> dict[str, float]:
+    """The geometric mean speed-up of each number of devices over the batches that they share."""
+    ratios: dict[str, list[float]] = {}
     for r in found:
         if r.scaling == "strong" and compared(r):
-            ratios.setdefault(multi_gpu.layout(r.config), []).append(r.ratio)
-    return {on: _mean(mine) for on, mine in ratios.items()}
-
-
-def _mean(ratios: Sequence[Interval]) -> Interval:
-    value = stats.geometric_mean([r.value for r in ratios])
-    halves = np.log([r.high / r.low for r in ratios]) / 2
-    factor = math.exp(float(np.sqrt((halves**2).sum())) / len(ratios))
-    return Interval(value=value, low=value / factor, high=value * factor)
+            ratios.setdefault(multi_gpu.layout(r.config), []).append(r.ratio.value)
+    return {on: stats.geometric_mean(mine) for on, mine in ratios.items()}
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
@@ -127,7 +101,6 @@ def _mean(ratios: Sequence[Interval]) -> Interval:
 def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    study = of_last(study)
     results, text = [to_dict(study, r) for r in rows(study)], report(study)
     files: dict[str, str | bytes] = {DASHBOARD: charts.png(dashboard(study)), TABLE: charts.png(table(study))}
     files |= {f"{REPORT}.md": text, f"{RESULTS}.csv": csv_text(results)}
@@ -202,7 +175,7 @@ def report(study: Study) -> str:
         claim=found.claim.removeprefix(f"{found.headline}. "),
         context=phrases.context(study, batch=False),
         comparison=markdown(comparison(study)),
-        means={on: phrases.times(mean, what="x") for on, mean in means(rows(study)).items()},
+        means={on: f"{mean:.2f}x" for on, mean in means(rows(study)).items()},
         thresholds=RECOMMENDATIONS.table,
         bands=study.bands,
         figure=Rendered(DASHBOARD),
@@ -267,7 +240,7 @@ def table(study: Study) -> Figure:
     shown = comparison(study)
     grid = [[fill(cell, 15) for cell in row] for row in (shown[0], *(row.values() for row in shown))]
     lines = [1.6 + max(cell.count("\n") for cell in row) for row in grid]
-    gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
+    gains = [f"Geometric mean speed-up of {on}: {mean:.2f}." for on, mean in means(rows(study)).items()]
     widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
     title = "Performance: one device against several"
     with charts.style():
