@@ -17,7 +17,7 @@ from ddpm_lab.files import replace
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 _TEMPLATES: dict[str, Any] = {"loader": FileSystemLoader(TEMPLATES), "undefined": StrictUndefined}
-ANSWERED, SMOKE = "answered", "smoke"
+ANSWERED = "answered"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
 """Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
@@ -32,8 +32,7 @@ class Page:
     """What the index says about one notebook.
 
     ``state`` is one of not run, done, failed, stopped; ``finding`` holds the values that ``show.finding`` attached to
-    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64. ``here`` is the name of
-    the machine that the index is about.
+    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64.
     """
 
     name: str
@@ -43,26 +42,19 @@ class Page:
     finding: Mapping[str, Any] = field(default_factory=dict)
     image: str = ""
     alt: str = ""
-    preset: str = ""
     earlier: bool = False
-    here: str = ""
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether its answer is about another machine, or came with the checkout."""
-        hardware = self.finding.get("hardware")
-        return bool(self.finding.get("published") or (self.here and hardware and hardware != self.here))
+    def published(self) -> bool:
+        """Whether its answer came with the checkout, of whatever machine."""
+        return bool(self.finding.get("published"))
 
     @property
     def status(self) -> str:
-        """What the chip says: failed, stopped, not run, inconclusive, ..., or answered."""
+        """What the chip says: failed, stopped, not run, published, inconclusive, ..., or answered."""
         if self.state != DONE:
             return self.state
-        if self.elsewhere:
-            return "published" if self.finding.get("hardware") == self.here else "another machine"
-        if self.preset == SMOKE and self.finding.get("status") == ANSWERED:
-            return "smoke: only tried"
-        return str(self.finding.get("status", "no answer"))
+        return "published" if self.published else str(self.finding.get("status", "no answer"))
 
     @property
     def kind(self) -> str:
@@ -80,11 +72,9 @@ class Page:
         pieces = [
             self.finding.get("evidence"),
             self.finding.get("hardware"),
-            "published records, not measured here" if self.finding.get("published") else None,
+            "published records, not measured here" if self.published else None,
             " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
             self.finding.get("quality"),
-            f"preset {self.preset}" if self.preset and self.earlier else None,
-            *([self.finding.get("training"), self.finding.get("data")] if self.earlier else []),
         ]
         return [str(piece) for piece in pieces if piece]
 
@@ -94,7 +84,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
 
     An open question comes with the command that would answer it; what is faster, and not judged, is one too.
     """
-    mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
+    mine = [p for p in pages if p.state == DONE and p.finding and not (p.published or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
     ways: dict[str, list[str]] = {}
@@ -129,7 +119,7 @@ def title(notebook: Any) -> str:
     return next((str(line[2:].strip()) for line in lines if line.startswith("# ")), "A notebook without a title")
 
 
-def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> Page:
+def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
     """What an executed notebook says of itself: its state, its finding, and the figure of its answer."""
     own = notebook.metadata.get(METADATA, {})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -143,9 +133,7 @@ def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> 
         finding=findings[-1] if findings else {},
         image=figure.data["image/png"].replace("\n", "") if figure else "",
         alt=(figure and figure.metadata.get("image/png", {}).get("alt")) or f"Figure of {name}",
-        preset=own.get("preset", ""),
         earlier=earlier,
-        here=here,
     )
 
 

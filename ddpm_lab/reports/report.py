@@ -27,7 +27,6 @@ from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.process import end_guarded, guarded, private_folder, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
@@ -82,22 +81,17 @@ def report(
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
     more = dict(parameters or {})
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
-    options: dict[str, Any] = {
-        name: more.get(name, value) for name, value in {**given, "output_dir": output_dir}.items()
-    }
-    preset, data, held_out, output_dir = (options[name] for name in ("preset", "data", "held_out", "output_dir"))
-    options["output_dir"] = None if output_dir is None else str(output_dir)
+    given["output_dir"] = None if output_dir is None else str(output_dir)
+    if twice := sorted(given.keys() & more.keys()):
+        raise ConfigError(f"--parameter {twice[0]}: give it as --{twice[0].replace('_', '-')}")
     budget = preset_called(preset).minutes if minutes is None else minutes
-    more.pop("workload", None)  # which notebooks about the lab's own trainer lack, and are left out for
     files = choose(notebooks)
-    if minutes is not None and [file.stem.partition("_")[2] for file in files] == [RECOMMENDATION]:
-        more.setdefault("minutes", minutes)  # to search
-    values = _values(files, options, more, every=not notebooks)
+    values = _values(files, given, more, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
         preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
-    run = Report(output / "reports", options, values, command, progress, None if budget is None else budget * 60)
+    run = Report(output / "reports", given, values, command, progress, None if budget is None else budget * 60)
     run.all()
     index = run.index()
     for name, lines in pages.answers([*run.pages.values()]):
@@ -154,10 +148,8 @@ class Report:
             page = Page(name=file.stem, title=pages.title(load(file)))
             executed = self.folder / "notebooks" / file.name
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
-                try:
-                    page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
-                except (AttributeError, TypeError, ValueError):
-                    executed.unlink(missing_ok=True)
+                with suppress(ConfigError):  # of a report that was killed
+                    page = pages.read(load(executed), file.stem, earlier=True)
             self.pages[file.stem] = page
 
     @property
@@ -237,13 +229,13 @@ class Report:
         if state == STOPPED:
             error = "Stopped before it was finished. What was measured is in the ledger."
         notebook = load(target)
-        notebook.metadata[METADATA] = {"state": state, "error": error, "preset": self.given["preset"]}
+        notebook.metadata[METADATA] = {"state": state, "error": error}
         replace(target, json.dumps(notebook, indent=1) + "\n")
-        page = pages.read(notebook, file.stem, here=hardware.machine().name)
+        page = pages.read(notebook, file.stem)
         self.pages[file.stem] = page
         pages.write_page(page, notebook, self.folder / f"{file.stem}.html")
         self.index()
-        whose = f" ({page.status})" * page.elsewhere
+        whose = " (published)" * page.published
         self.say(file.stem, f"{state}: {error}" if error else f"{page.headline or state}{whose}")
 
     def index(self) -> Path:
