@@ -156,9 +156,6 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "profile": lambda: make.study([make.time_budget()]),
     "recommendation": lambda: make.study([*amp().records, *compiled().records], "recommendation"),
     "recommendation, searched": searched,
-    "recommendation, small": lambda: planted_search.study(
-        planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "fused kernels": 0.9, "batch 16": 0.9})
-    ),
     "quality": trained,
     "quality, with FIDs": with_fids,
     "two families, learned": two_families,

@@ -138,12 +138,9 @@ GPU_STATE = {
     "gpu_utilisation_percent": 96.0,
     "gpu_clock_mhz": 1900.0,
     "gpu_clock_min_mhz": 1755.0,
-    "gpu_memory_clock_mhz": 2619.0,
     "gpu_temperature_celsius": 66.0,
-    "gpu_throttle_reasons": 4.0,
     "gpu_power_watts": 400.0,
     "gpu_others": 0.0,
-    "gpu_others_bytes": 0.0,
     "allocated_bytes": 3 << 30,
     "reserved_bytes": 4 << 30,
 }

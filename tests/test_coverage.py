@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from recorded_noise import MACHINES, Machine
 from scipy import special
 
@@ -16,12 +14,7 @@ from ddpm_lab.explain.stats import Array, Spread
 ROUND = np.array([0.01, -0.01, 0.012, -0.012, 0.008, -0.008, 0.01, -0.01])
 
 
-def word(logs: object, level: float = 0.035) -> str:
-    found = stats.estimate(np.asarray(logs, dtype=float))
-    return stats.verdict(found, found.p, level)
-
-
-def test_the_first_word_that_holds() -> None:
+def test_the_first_word_that_holds_at_levels_that_add_up_to_five_percent() -> None:
     for logs, expected in (
         (ROUND[:4], stats.SAME),
         (ROUND[:4] * 3, stats.INCONCLUSIVE),
@@ -31,13 +24,9 @@ def test_the_first_word_that_holds() -> None:
         (0.5 + ROUND[:3], stats.TOO_FEW),
         ([], stats.TOO_FEW),
     ):
-        assert word(logs) == expected
-
-
-def test_the_levels_of_all_looks_add_up_to_five_percent() -> None:
-    levels = [stats.level_of_look(k) for k in range(1, 60)]
-    assert levels[:4] == pytest.approx([0.035, 0.0075, 0.00375, 0.001875])
-    assert sum(levels) == pytest.approx(0.05)
+        found = stats.estimate(np.asarray(logs, dtype=float))
+        assert stats.verdict(found, found.p, 0.035) == expected
+    assert sum(stats.level_of_look(k) for k in range(1, 60)) == pytest.approx(0.05)
 
 
 def test_what_was_called_stays_called() -> None:
@@ -46,12 +35,6 @@ def test_what_was_called_stays_called() -> None:
     (found,) = stats.decided([logs], [2, 4, 8])  # a look at too few sets is none
     assert (found.word, found.look, found.level, found.estimate.sets) == (stats.FASTER, 1, 0.035, 4)
     assert found.estimate == stats.estimate(logs[:4])
-
-
-@given(st.floats(-0.5, 0.5), st.floats(1e-4, 0.3))
-def test_an_interval_answers_what_it_resolves_wherever_it_lies(middle: float, half: float) -> None:
-    within = abs(middle) + half <= math.log1p(stats.resolves(half)) * (1 + 1e-12)
-    assert abs(middle) > half or within
 
 
 def test_a_look_costs_only_what_it_tested() -> None:
@@ -171,16 +154,6 @@ def test_intervals_cover_the_truth_on_recorded_noise(machine: str, differing: fl
 
 
 @pytest.mark.slow
-def test_a_comparison_that_scatters_more_than_the_others_is_not_steadied_by_them() -> None:
-    """Three times the spread of ten others, which are alike: the prior alone would cover 84, 88 and 91 %."""
-    rng = np.random.default_rng(0)
-    for n, least in ((4, 0.85), (6, 0.90), (12, 0.93)):
-        logs = 3 * rng.normal(size=(4000, n))
-        spreads = [stats.spread_of(rng.normal(size=(10, n))) for _ in logs]
-        assert covered(logs, spreads) >= least, n
-
-
-@pytest.mark.slow
 @on_each_machine
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize(("candidates", "tries", "others"), [(1, 2500, (0, 3)), (7, 1000, (0, 6))])
@@ -190,52 +163,3 @@ def test_at_most_five_percent_of_questions_make_a_false_call(
     """A primary comparison, or any of seven secondary ones, with and without a spread of others."""
     shares = {n: called(Machine(machine, np.random.default_rng(n)), looks, candidates, n, tries) for n in others}
     assert max(shares.values()) <= 0.05, shares
-
-
-@pytest.mark.slow
-@on_each_machine
-def test_twins_alarm_in_one_report_of_a_hundred_and_find_a_machine_that_does_not_repeat_itself(machine: str) -> None:
-    rng = np.random.default_rng(0)
-    shares = {}
-    for n, bias in ((4, 0.0), (6, 0.0), (6, 0.2)):
-        world, alarms = Machine(machine, rng), 0
-        for _ in range(2000):
-            logs = [stats.TWIN_SCALE * (world.twin(n) + bias * (i == 0)) for i in range(6)]
-            spreads = [stats.spread_of(logs[:i] + logs[i + 1 :]) for i in range(6)]
-            found = [stats.estimate(values, s).p for values, s in zip(logs, spreads, strict=True)]
-            alarms += stats.twins_differ(found)
-        shares[n, bias] = alarms / 2000
-    assert max(shares[n, 0.0] for n in (4, 6)) <= 0.012, shares
-    assert shares[6, 0.2] >= 0.8, shares
-
-
-@pytest.mark.slow
-@on_each_machine
-@pytest.mark.parametrize("others", [0, 10])
-def test_stopping_by_the_width_covers_the_truth(machine: str, others: int) -> None:
-    """One look at the end, from the eighth set on, with and without a spread of others."""
-    world = Machine(machine, np.random.default_rng(others))
-    found = []
-    for _ in range(1500):
-        spread, logs, count = stats.spread_of(world.others(others, 8)), world.question(80)[0], 0
-        while (to_come := stats.sets_to_come(logs[:count], 0.06)) and count < len(logs):
-            # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
-            count = min(len(logs), count + max(1, to_come // 2))
-        found.append(stats.estimate(logs[:count], spread))
-    assert 0.93 <= np.mean([e.contains(1) for e in found]) <= 0.97
-    assert np.mean([e.p < stats.FIRST_LOOK for e in found]) <= 0.05
-    assert np.mean([stats.verdict(e, e.p, stats.FIRST_LOOK, 0.06) == stats.SAME for e in found]) >= 0.9
-
-
-@pytest.mark.slow
-@on_each_machine
-def test_an_effect_that_six_sets_are_said_to_resolve_is_answered(machine: str) -> None:
-    world = Machine(machine, np.random.default_rng(2))
-    answered = {stats.FASTER: 0, stats.SAME: 0}
-    for _ in range(2000):
-        logs, spread = world.question(6)[0], stats.spread_of(world.others(10, 6))
-        size = stats.resolves(stats.estimate(logs, spread).half_width)
-        for shift, word in ((np.log1p(size), stats.FASTER), (0.0, stats.SAME)):
-            found = stats.estimate(logs + shift, spread)
-            answered[word] += stats.verdict(found, found.p, stats.FIRST_LOOK, size) == word
-    assert min(answered.values()) >= 0.92 * 2000, answered

@@ -228,19 +228,3 @@ def test_run_ids_select_what_a_call_asked_for() -> None:
     found = selection.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
     assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16", "fp16"}
     assert selection.study(records, "amp", run_ids=[BF16.run_id]).records == ()
-
-
-def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> None:
-    base, one, two = RunConfig(), RunConfig(seed=1), RunConfig(seed=2)
-    first = make.sets({"one": (one, 1.5)}, count=6, seed=1)
-    second = make.sets({"two": (two, 1.1)}, count=4, seed=2)
-    both = make.sets({"one": (one, 1.5), "two": (two, 1.1)}, count=2, seed=3)
-    alone = make.sets({}, count=3, seed=4)
-    lost = make.record(base, role="baseline", set_id="lost", status="crashed", reason="killed")
-    records = [*first, *second, *both, *alone, lost]
-    found = selection.study(records, "amp", run_ids={base.run_id, one.run_id}).records
-    assert {r.set_id for r in found} == {r.set_id for r in (*first, *both, lost)}
-    assert {r.label for r in found if r.role == "candidate"} == {"one"}
-    only = selection.study(records, "amp", run_ids={base.run_id}).records
-    assert {r.set_id for r in only} >= {r.set_id for r in alone}, "against itself: the sets without a rival"
-    assert not {r.set_id for r in only} & {r.set_id for r in (*first, *second, *both)}

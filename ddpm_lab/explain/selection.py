@@ -1,6 +1,5 @@
 """Studies: the records that answer a question."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -84,41 +83,18 @@ def study(
     data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in others if r.experiment == experiment or not beside]
+    if run_ids is not None:
+        wanted = set(run_ids)
+        found = [r for r in found if not (r.baseline_id or r.set_id) or {r.baseline_id, r.run_id} <= wanted]
     return Study(
         experiment=experiment,
-        records=tuple(found if run_ids is None else _asked(found, set(run_ids))),
+        records=tuple(found),
         output_dir=Path(output_dir),
         trials=tuple(r for r in trials if r.cohort[2] in data),
         other_trials=tuple(r for r in trials if r.cohort[2] not in data),
         beside=tuple(beside),
         looks=tuple(r for r in told if r.role == LOOK),
     )
-
-
-def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
-    """Select the records of comparisons between ``wanted`` run ids.
-
-    Of a baseline that other comparisons share, only the sets count in which a wanted configuration took part: what it
-    did beside others belongs to them. Sets of the baseline alone count where nothing else is wanted of it, or where it
-    failed and took the rest of its set with it.
-    """
-    compared: dict[str, set[str]] = defaultdict(set)
-    for r in records:
-        if r.role == "candidate":
-            compared[r.set_id].add(r.run_id)
-    rivals = {r.baseline_id for r in records if r.role == "candidate" and {r.run_id, r.baseline_id} <= wanted}
-
-    def mine(r: RunRecord) -> bool:
-        if not (r.baseline_id or r.set_id):
-            return True
-        if not {r.baseline_id, r.run_id} <= wanted:
-            return False
-        if r.role not in ("baseline", "twin"):
-            return True
-        others = compared[r.set_id]
-        return bool(others & wanted) or (not others and (r.baseline_id not in rivals or r.status != "ok"))
-
-    return [r for r in records if mine(r)]
 
 
 def rank_zero(record: RunRecord) -> dict[str, Any]:
