@@ -18,7 +18,6 @@ from test_figures import check_texts
 from ddpm_lab import files
 from ddpm_lab.__main__ import _parser
 from ddpm_lab.cli import report
-from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import LOST, Experiment
@@ -166,13 +165,6 @@ def test_only_the_network_that_was_measured_last_is_told_of() -> None:
     check = make.record(replace(last[0].config, purpose="check"), role="check", label="8 GPUs", status="crashed")
     check = replace(check, experiment="multi_gpu", reason="the gradient is off")
     assert "Wrong gradient" in answer(benchmark.of_last(study([check, *last]))).finding.claim
-
-
-def test_the_sides_that_were_measured_with_fewer_cores_stand_beside_each_other() -> None:
-    every = (strong({2: 1.3}, RunConfig(threads=n), seed=n) for n in (0, 1))
-    shown = benchmark.comparison(study([r for records in every for r in records]))
-    assert len(shown) == 2
-    assert not any("not measured" in (row["Single CPU rank"], row["Several CPU ranks"]) for row in shown)
 
 
 def test_sets_that_others_disturbed_give_no_speed() -> None:

@@ -47,21 +47,6 @@ def test_the_interval_is_students_and_the_verdict_follows_from_it(values: list[f
     assert found.verdict == expected
 
 
-@given(st.lists(losses, min_size=2, max_size=12), st.floats(0.001, 1))
-def test_the_seeds_that_would_do_are_the_fewest(values: list[float], margin: float) -> None:
-    found = equivalence(values, margin)
-    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
-
-    def upper(n: int) -> float:
-        return mean + float(scipy_stats.t.ppf(0.95, n - 1)) * spread / math.sqrt(n)
-
-    if found.seeds_needed is None:
-        assert found.verdict != NOT_ENOUGH or mean >= margin or upper(1000) >= margin
-    else:
-        assert upper(found.seeds_needed) < margin
-        assert found.seeds_needed == max(len(values) + 1, 5) or upper(found.seeds_needed - 1) >= margin
-
-
 def test_a_margin_that_is_estimated_makes_no_more_errors() -> None:
     """True differences of two standard deviations, and of the last gain, with the fewest seeds that give a verdict.
 

@@ -306,20 +306,6 @@ def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_and_the
         ideal, level = (next(line for line in ax.lines if line.get_linestyle() == "--") for ax in (gain, efficiency))
         assert np.array_equal(np.asarray(ideal.get_xdata()), np.asarray(ideal.get_ydata()))
         assert list(np.asarray(level.get_ydata())) == [75, 75]
-    assert multi_gpu.by_ranks(make.study(make.on(make.GPUS, strong({2: 1.6})))) is None, "two points are no line"
-
-
-def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling() -> None:
-    figure = multi_gpu.by_batch(scaled(32, 64, 128))
-    assert figure is not None
-    # 64 images in 10 ms on one GPU: 50,000 in 7.8 s, and on four in that divided by 2.4 and by 3.7.
-    labels = ("global batch size", "images a step on each rank")
-    for ax, label, ratio in zip(figure.axes, labels, (2.4, 3.7), strict=True):
-        assert ax.get_xlabel().startswith(label)
-        assert [int(t) for t in ax.get_xticks()] == [32, 64, 128]
-        assert marked(ax)[1] == pytest.approx(7.8, rel=0.05)
-        assert marked(ax)[1] / marked(ax)[-2] == pytest.approx(ratio, rel=0.03)
-    assert multi_gpu.by_batch(scaled(64)) is None
 
 
 # --- a step and its phases ---
@@ -340,15 +326,6 @@ def test_a_run_is_the_stages_of_its_groups_end_to_end() -> None:
     assert names(ax) == ["eager (12 groups)", "compiled, warm cache (6 groups)", "compiled, cold cache (3 groups)"]
     found = boxes(ax)
     assert [b - a for a, b in found] == pytest.approx([0.03, 1.2, 0.25, 3.7, 0.04, 0.03, 1.2, 1.6, 0.25, 3.7, 0.04, 34])
-
-
-def test_memory_over_the_run_begins_anew_with_each_set() -> None:
-    records = make.sets({"2 ranks": (RunConfig(world_size=2), 1.3)}, experiment="multi_gpu", count=2)
-    figure = multi_gpu.memory(make.study(make.with_state(records)))
-    assert figure is not None
-    for line in figure.axes[0].lines:
-        np.testing.assert_array_equal(line.get_xdata(), [*range(1, 7), np.nan, *range(7, 13), np.nan])
-        np.testing.assert_array_equal(line.get_ydata(), [*6 * [471.0], np.nan, *6 * [471.0], np.nan])
 
 
 # --- quality and recommendation ---

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import pytest
 import records as make
 from conftest import Call
-from hypothesis import given
-from hypothesis import strategies as st
 from scaled_records import paired
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import Window
@@ -54,14 +50,6 @@ def test_the_published_table_and_speed_ups() -> None:
         ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY, "3.81x", "95.2 %", "excellent"],
         ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY, "6.34x", "79.3 %", "good"],
     ]
-
-
-@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5), st.floats(0.1, 1e4), st.integers(2, 64))
-def test_repeated_baselines_are_averaged_geometrically(single: list[float], several: float, gpus: int) -> None:
-    *_, one = summary.compared([*map(row, single), row(several, gpus=gpus)])
-    mean = math.exp(sum(math.log(s / several) for s in single) / len(single))
-    assert [one.speed_up, one.efficiency] == pytest.approx([mean, mean / gpus])
-    assert one.rating == S001.name(one.efficiency or 0)
 
 
 def test_what_a_run_of_several_devices_is_compared_with() -> None:
