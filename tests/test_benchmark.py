@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import records as make
 from conftest import Call
-from matplotlib.patches import Rectangle
 from records import study
 from scaled_records import ONE, family, paired, strong
-from test_figures import check_texts
+from test_figures import boxes, check_texts, intervals
 
 from ddpm_lab import files
 from ddpm_lab.__main__ import _parser
@@ -183,12 +182,10 @@ def test_bars_and_intervals_are_where_the_numbers_are() -> None:
     axes = benchmark.dashboard(answer).axes
     expected = [[r.projected_seconds for r in rows], [r.images_per_second for r in rows]]
     expected += [[r.ratio.value for r in several], [r.efficiency.value for r in several]]
-    for ax, values in zip(axes, expected, strict=True):
-        assert [p.get_height() for p in ax.patches if isinstance(p, Rectangle)] == pytest.approx(values)
-    ends = [np.asarray(line.get_ydata()) for line in axes[2].lines if line.get_transform() == axes[2].transData]
-    assert [tuple(e) for e in ends] == [r.ratio.ends for r in several]
-    assert {float(np.asarray(line.get_ydata())[0]) for line in axes[2].lines if line.get_linestyle() == "--"} == {8.0}
-    assert axes[2].get_ylim()[1] > 8
+    assert [[end for _, end in boxes(ax)] for ax in axes] == [pytest.approx(values) for values in expected]
+    assert [*intervals(axes[2]).values()] == [r.ratio.ends for r in several]
+    dashed = [[np.asarray(line.get_xdata())[0] for line in ax.lines if line.get_linestyle() == "--"] for ax in axes]
+    assert dashed == [[], [], [8], [0.75]]
 
 
 @pytest.mark.parametrize("name", ["failed", "all failed"])

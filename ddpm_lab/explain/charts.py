@@ -339,19 +339,21 @@ def bars(
     *,
     title: str,
     context: str,
-    label: str,
+    label: str = "",
     note: str = "",
     names: Mapping[str, str] | None = None,
     steps: bool = False,
+    beside: bool = False,
 ) -> Figure:
     """Draw a bar from its start to its value in each row, with its interval, or its parts one after the other.
 
     ``names`` are the colours of what the legend tells, such as the parts. A panel's reference is a dashed line. With
-    ``steps`` the values are changes, and a bar begins where the row above ends: a waterfall.
+    ``steps`` the values are changes, and a bar begins where the row above ends: a waterfall. Panels ``beside`` each
+    other share the names, and no scale.
     """
     panels = [changed(p, rows=_steps(p.rows)) for p in panels] if steps else panels
     with style():
-        figure, axes, body = row_panels(panels, title, context, note, label)
+        figure, axes, body = row_panels(panels, title, context, note, label, beside=beside)
         for ax, panel in zip(axes, panels, strict=True):
             places = centres(panel.rows)
             for y, row in zip(places, panel.rows, strict=True):
@@ -360,7 +362,8 @@ def bars(
                 ax.plot([row.value] * 2, (y + _HEIGHT / 2, below - _HEIGHT / 2), color=SOFT, lw=1)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=INK, lw=1.2, ls="--")
-        _bar_limits(axes, panels)
+        for these, of in zip([[ax] for ax in axes], [[p] for p in panels], strict=True) if beside else [(axes, panels)]:
+            _bar_limits(these, of, 3 if beside else 6)
         if names:
             legend(body, names)
         return settle(figure)
@@ -386,7 +389,7 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _bar_limits(axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
+def _bar_limits(axes: Sequence[Axes], panels: Sequence[Panel], ticks: int) -> None:
     """All panels on the scale of their longest bars; intervals reach at most half a scale beyond them."""
     rows = [r for p in panels for r in p.rows]
     ends = [v for r in rows for v in (r.start, r.value, r.start + sum(r.parts.values())) if not math.isnan(v)]
@@ -398,7 +401,7 @@ def _bar_limits(axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
     margin = 0.02 * (high - low) or 1.0
     for ax in axes:
         ax.set_xlim(low - margin * (low != 0), high + margin)
-        plain(ax.xaxis)
+        plain(ax.xaxis, ticks)
 
 
 # --- lines: values against x, with intervals or shades, in panels with one legend -------------------------------------

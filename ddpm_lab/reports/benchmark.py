@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
+from ddpm_lab.explain.answer import COLOURS, MEANING
 from ddpm_lab.explain.bands import Bands
+from ddpm_lab.explain.charts import Panel, Row
 from ddpm_lab.explain.comparisons import COMPARED, Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
@@ -194,45 +195,25 @@ def dashboard(study: Study) -> Figure:
     found, title = [r for r in rows(study) if r.sets], answer(study).finding.headline
     if not found:
         return charts.message(title, _context(study), "Nothing was measured: see the table.")
-    note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "
-    note += f"efficiency {phrases.share(study.bands.threshold)}."
-    several = [r for r in found if compared(r)]
-    panels: list[tuple[str, list[Comparison], Callable[[Comparison], Interval], list[float]]] = [
-        ("Time of an epoch, seconds", found, lambda r: Interval(value=r.projected_seconds), []),
-        ("Images per second", found, lambda r: Interval(value=r.images_per_second), []),
-        ("Speed-up", several, lambda r: r.ratio, sorted({float(r.ranks) for r in several})),
-        ("Efficiency", several, lambda r: r.efficiency, [study.bands.threshold]),
+    most, good, none = max(r.ranks for r in found), study.bands.threshold, Interval(value=math.nan)
+    values: dict[str, tuple[Callable[[Comparison], Interval], float | None]] = {
+        "Epoch, s": (lambda r: Interval(value=r.projected_seconds), None),
+        "Images/s": (lambda r: Interval(value=r.images_per_second), None),
+        "Speed-up": (lambda r: r.ratio if compared(r) else none, most),
+        "Efficiency": (lambda r: r.efficiency if compared(r) else none, good),
+    }
+    panels = [
+        Panel(heading=heading, rows=[_bar(r, value(r)) for r in found], reference=reference)
+        for heading, (value, reference) in values.items()
     ]
-    sizes = dict.fromkeys(multi_gpu.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
-    colours = dict(zip(sizes, charts.SERIES, strict=False))
-    with charts.style():
-        figure, body = charts.sheet(title, _context(study), 6.0, note)
-        for ax, (heading, shown, value, dashed) in zip(body.subplots(2, 2).flat, panels, strict=True):
-            _bars(ax, shown, colours, value)
-            ax.set_title(heading)
-            for level in dashed:
-                ax.axhline(level, color=charts.SOFT, lw=1.2, ls="--")
-            ax.set_ylim(0, max(ax.get_ylim()[1], 1.1 * max(dashed, default=0)))
-            ax.set_xlabel("batch size\n" if dashed else "")  # and a line for the legend
-        charts.legend(body, colours)
-        return charts.settle(figure)
+    note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up of "
+    note += f"{most} devices; efficiency {phrases.share(good)}. {MEANING}"
+    return charts.bars(panels, title=title, context=_context(study), note=note, beside=True)
 
 
-def _bars(
-    ax: Axes, found: Sequence[Comparison], colours: dict[str, str], value: Callable[[Comparison], Interval]
-) -> None:
-    batches, on = list(dict.fromkeys(map(_name, found))), [multi_gpu.layout(r.config) for r in found]
-    sizes = [size for size in colours if size in on]
-    width = 0.8 / max(1, len(sizes))
-    for r, size in zip(found, on, strict=True):
-        x = batches.index(_name(r)) + width * (sizes.index(size) - (len(sizes) - 1) / 2)
-        ax.bar(x, value(r).value, 0.9 * width, color=colours[size], lw=0)
-        if value(r).exists:
-            ax.plot([x, x], value(r).ends, color=charts.INK, lw=1.4)
-    ax.set_xticks(range(len(batches)), batches)
-    top = max((value(r).value for r in found), default=1.0)  # intervals of two sets would hide the bars
-    ax.set(xlim=(-0.6, max(0.6, len(batches) - 0.4)), ylim=(0, 1.35 * top))
-    ax.grid(visible=False, axis="x")
+def _bar(row: Comparison, of: Interval) -> Row:
+    name, colour = f"batch {_name(row)}, {multi_gpu.layout(row.config)}", COLOURS.get(row.verdict, charts.OPEN)
+    return Row(name=name, value=of.value, low=of.low, high=of.high, colour=colour)
 
 
 def table(study: Study) -> Figure:
