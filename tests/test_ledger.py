@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import math
 import os
@@ -261,27 +259,6 @@ def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path:
     files.replace(folder / "a.png", b"new")
     assert victim.read_text() == "mine"
     assert {path.name for path in folder.iterdir()} == {"a.png", f"a.png.{os.getppid()}.partial"}
-
-
-def test_where_a_file_system_has_no_locks_all_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "a").open("a") as one, (tmp_path / "a").open("a") as two:
-        assert files.lock(one)
-        assert not files.lock(two, wait=False)
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-        assert files.lock(two)
-
-
-def test_where_a_file_system_syncs_no_folders_files_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: no_locks() if os.path.isdir(file) else real(file))  # noqa: PTH112
-    files.replace(tmp_path / "a", "whole", durable=True)
-    assert (tmp_path / "a").read_text() == "whole"
-
-
-def no_locks(*_: object) -> None:
-    raise OSError(errno.ENOSYS, "Function not implemented")
 
 
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
