@@ -47,7 +47,7 @@ def test_what_fails_or_takes_too_long_is_told_and_all_else_is_done_once(tmp_path
     assert "seed_multi_gpu" not in steps, "of one GPU"
 
     slow = python(tmp_path, gpus=2, slow="run multi_gpu --network seed")
-    code, again, said = run(tmp_path, "--minutes", "0.15", python=slow)
+    code, again, said = run(tmp_path, "--minutes", "0.12", python=slow)
     assert (code, "Failed: none" in said) == (1, False)
     assert {again[name] for name in ("images", "check", "attention")} == {"finished before"}
     assert again["seed_amp"].startswith("ok"), "all had their time, so measurements begin anew"
@@ -63,11 +63,10 @@ def test_the_folder_of_a_dry_run_is_one_to_publish(tmp_path: Path) -> None:
     code, steps, _ = run(tmp_path, *words, "--minutes", "0")
     assert (code, set(steps.values())) == (1, {"no time left"})
     (finished,) = (tmp_path / "results.work").glob("finished-cpu-*")
-    for name in steps.keys() - {"environment", "images", "attention", "train", "tiny_profile"}:
+    for name in steps.keys() - {"images", "attention", "tiny_profile"}:
         (finished / name).touch()
     code, steps, _ = run(tmp_path, *words, "--minutes", "9")
     assert code == 0, steps
-    assert "PyTorch version" in (results / "logs" / "environment.log").read_text()
     assert "EFFICIENT_ATTENTION" in (results / "logs" / "attention.log").read_text()
     assert {r.experiment for r in Ledger(results / "ledger.jsonl").read()[0]} == {"profile"}
     assert published.publish([results / "ledger.jsonl"], None, tmp_path) == [], "no page shows a figure yet"

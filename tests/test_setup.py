@@ -81,7 +81,6 @@ def test_what_cannot_work_is_refused_before_any_download(machine: Machine) -> No
     refused("has no pip")
     machine.python("old python", OLD)
     refused("old python: it is cpython 3.10", PYTHON="old python")
-    refused("/no/such/python", PYTHON="/no/such/python")
     machine.python("python3", f'case "$2" in *torchvision*) exec "{sys.executable}" -S "$@" ;; esac')  # and no packages
     refused("needs torch 2.11 or newer", "found for torch", TORCH="installed")
     refused("TORCH is cuda: give", TORCH="cuda")
@@ -127,14 +126,8 @@ def test_another_torch_than_the_locked_one_stays_until_the_locked_one_is_asked_f
     left_out = set(re.findall(r"--no-install-package (\S+)", calls))
     assert {"torch", "torchvision", "triton", "nvidia-cublas"} < left_out
     assert "nvidia-ml-py" not in left_out
-    locked = tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]
-    (version,) = (package["version"] for package in locked if package["name"] == "torch")
-    assert f" and {version.rpartition('.')[0]}" in said, "the locked torch is tested"
-    ask = [
-        str(machine.checkout / ".venv/bin/python"),
-        "-c",
-        "from importlib import metadata; print(metadata.version('torch'))",
-    ]
+    tell = "import importlib.metadata as m; print(m.version('torch'))"
+    ask = [str(machine.checkout / ".venv/bin/python"), "-c", tell]
     shown = subprocess.run(ask, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == metadata.version("torch")
     assert machine.set_up() == (0, "", "")
@@ -146,25 +139,11 @@ def test_another_torch_than_the_locked_one_stays_until_the_locked_one_is_asked_f
         assert ("--inexact --no-install-package" in calls) == leaves_out
 
 
-def test_a_moved_checkout_with_another_torch_needs_that_torch_again(machine: Machine, tmp_path: Path) -> None:
-    machine.uv("0.13.0")
-    assert machine.set_up(TORCH="installed")[0] == 0
-    machine.checkout = machine.checkout.rename(tmp_path / "elsewhere")
-    machine.shim("uv", "#!/bin/sh\n[ $1 = --version ] && echo uv 0.13.0\n")  # without a network
-    assert "installation failed" in machine.set_up()[1]
-    machine.uv("0.13.0")
-    for _ in range(2):
-        code, said, _ = machine.set_up()
-        assert (code, "give TORCH=" in said.splitlines()[-1]) == (1, True)
-    assert machine.set_up(TORCH="installed")[0] == 0
-    assert machine.set_up() == (0, "", "")
-
-
 def test_pyproject_and_its_locks_name_the_same_packages() -> None:
-    text = (CHECKOUT / "uv.lock").read_text()
-    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
-    packages = tomllib.loads(text)["package"]
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    lock, project = (tomllib.loads((CHECKOUT / name).read_text()) for name in ("uv.lock", "pyproject.toml"))
+    hosts = re.findall(r"https?://([^/\"]+)", (CHECKOUT / "uv.lock").read_text())
+    assert {*hosts} == {"pypi.org", "files.pythonhosted.org"}
+    packages = lock["package"]
     (locked,) = (package for package in packages if package["name"] == "ddpm-lab")
 
     def named(words: list[str]) -> dict[str, Any]:
