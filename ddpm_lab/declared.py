@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import json
 import math
-import re
 import sys
 import types
 import typing
@@ -23,9 +22,8 @@ from ddpm_lab.checks import ConfigError, choice, several
 
 PLAIN = (int, float, bool, str)
 MOST = 2**63 - 1  # whole numbers are at most this: torch can hold them
-LARGEST_TEXT, DEEPEST = 2**28, 64
-"""Bytes of JSON that are read, enough for the names of a million images, and how deeply its tables may nest."""
-_NO_BRACKETS = bytes({*range(256)} - {*b'[]{}"'})
+LARGEST_TEXT = 2**28
+"""Bytes of JSON that are read, enough for the names of a million images."""
 Reader = Callable[[Any, str], Any]  # from a value, and its place for a sentence about it, to the value as it is kept
 _UNSAID = (None, "", (), inspect.Parameter.empty, dataclasses.MISSING)  # defaults that no help tells
 FLAGS = {"global_batch_size": "batch-size", "global_batch_sizes": "batch-sizes"}
@@ -231,17 +229,9 @@ def parsed(text: str | bytes) -> Any:
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"a text of {len(text):,} bytes, more than {LARGEST_TEXT:,}")
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    brackets = text.encode() if isinstance(text, str) else text
-    brackets = brackets.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_BRACKETS)
-    brackets = re.sub(rb'"[^"]*"', b"", brackets).replace(b"{", b"[").replace(b"}", b"]")  # without texts
-    for _ in range(DEEPEST):
-        if not brackets:
-            return found
-        brackets = brackets.replace(b"[]", b"")  # the innermost
-    raise ValueError("nested too deeply")
 
 
 def known(place: str, values: Iterable[str], owner: Any) -> None:

@@ -150,7 +150,7 @@ def _read(
             made.append(make(path, number, text))
         except OtherSchemaError as error:
             raise OtherSchemaError(f"{path}, line {number}: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             damaged.append(Damaged(path, number, f"not a record ({error})"))
     return made, damaged
 

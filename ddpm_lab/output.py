@@ -6,10 +6,8 @@ terminal's cursor, or begin a line of their own.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import stat
 import sys
 
 from ddpm_lab.checks import LabError
@@ -29,9 +27,7 @@ def printable(text: object) -> str:
 
 def prepare_streams() -> None:
     """Let characters that an output's encoding lacks be written as escapes. Raises LabError for a closed output."""
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for as long as the process lives
-    if sys.stdout is None:
+    if sys.stdout is None:  # what is opened next would take its place
         raise LabError("standard output is closed: send it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -49,12 +45,10 @@ def say(*lines: object, error: bool = False, begin: str = "", end: str = "\n") -
         text = "\n".join(map(printable, lines))
         print(f"{begin}{text}" if lines else "", end=end if lines else "", file=stream, flush=True)
     except OSError as failure:
-        # A terminal that was closed takes nothing; what that ends is SIGHUP's to say.
-        closed = failure.errno == errno.EIO and stat.S_ISCHR(os.fstat(stream.fileno()).st_mode)
         # What is still buffered would fail again when Python ends, where nobody catches it.
         with open(os.devnull, "w") as nothing:  # noqa: PTH123
             os.dup2(nothing.fileno(), stream.fileno())
         if isinstance(failure, BrokenPipeError):
             raise Unread from failure
-        if not error and not closed:
+        if not error:
             raise LabError(f"cannot write to standard output: {failure.strerror}") from failure

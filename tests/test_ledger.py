@@ -262,6 +262,6 @@ def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path:
 
 
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
-    values = {"a": "\x7f\x00\u202eé\n", "b": [0.5, -1, True, "x"], "c": float("inf"), "t": {"d": "\\"}}
-    files.replace(tmp_path / "a.toml", files.settings_text({**values, "name": "x\udcff"}))
-    assert files.read_settings(tmp_path / "a.toml", "A") == {**values, "name": "x?"}
+    values = {"a": "\x00\u202eé\n", "b": [0.5, -1, True, "x"], "c": float("inf"), "t": {"d": "\\"}}
+    files.replace(tmp_path / "a.toml", files.settings_text(values))
+    assert files.read_settings(tmp_path / "a.toml", "A") == values
