@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from multiprocessing import resource_tracker
 
@@ -53,14 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cannot tell, and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe into head.
     """
     try:
-        # SIGTERM and SIGHUP end a command as Ctrl-C does, its ranks first; only the main thread can see to that.
-        with Stop() if threading.current_thread() is threading.main_thread() else nullcontext() as stop:
+        with Stop() as stop:  # SIGTERM and SIGHUP end a command as Ctrl-C does, its ranks first
             try:
                 return _run(list(sys.argv[1:] if arguments is None else arguments))
             finally:
                 if arguments is None and (process := sys.modules.get("ddpm_lab.measure.process")):
-                    if stop:
-                        stop.gentle = True  # a first signal changes nothing any more
+                    stop.gentle = True  # a first signal changes nothing any more
                     process.end_all()
                     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # which no other can use
     except Unread:
@@ -83,32 +79,26 @@ def _run(words: Sequence[str]) -> int:
         raise
     except (LabError, OSError, RecursionError, MemoryError, ModuleNotFoundError) as error:  # any other is a defect
         code = int(getattr(error, "exit_code", 2))
-        ended = [""] * (code == 1 and "hint" in options)  # a line of progress
         seen = traceback.format_exc().splitlines() if options.debug else ()
         detail = getattr(error, "__notes__", ()) if options.debug else ()
         notes = (line for note in detail for line in note.splitlines())
-        say(*ended, *seen, *notes, f"ddpm-lab: {_sentence(error)}", error=True)
+        over = "\r\x1b[K" * sys.stderr.isatty()  # in place of a line of progress
+        say(*seen, *notes, f"ddpm-lab: {_sentence(error)}", error=True, begin=over)
         return code
     except KeyboardInterrupt as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        said = "stopped; every complete set is in the ledger, the same command goes on"
-        if "hint" in options:
-            said = f"{signal.Signals(number).name}, {options.hint()}"
-        say("", f"ddpm-lab: {said}", error=True)
+        kept = "stopped; what was complete is kept, and the same command goes on"
+        say("", f"ddpm-lab: {signal.Signals(number).name}, {kept}", error=True)
         return 128 + number
 
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError):
         place = printable(error.filename or "a file")
-        place = place if len(place) < 300 else f"{place[:100]}...{place[-100:]}"
-        why = error.strerror or str(error)
-        return f"cannot use {place}: {why}; check permissions and free space, or choose another place"
+        return f"cannot use {place}: {error.strerror or error}; check permissions and space, or choose another place"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed here: install it with pip, or use a checkout after make setup"
-    if isinstance(error, RecursionError):
-        return "something in the files that were read is nested too deeply; --debug shows where"
-    return str(error) if isinstance(error, LabError) else "out of memory: give less at once; --debug shows where"
+    return str(error) if isinstance(error, LabError) else "out of memory, or nested too deeply; --debug shows where"
 
 
 def _parser(words: Sequence[str]) -> Parser:

@@ -1,6 +1,5 @@
 """The bottleneck: what is asked, a planted machine's fault comes first with its gain, targets, verdict, the report."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +7,10 @@ from typing import Any
 
 import pytest
 import records as make
-from conftest import Call
 from planted_machines import MACHINES, Planted, profiled, seconds, study, told
 from setups import setup
 
-from ddpm_lab.cli.measure import bottleneck_study
+from ddpm_lab.cli.measure import bottleneck_report, bottleneck_study
 from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
@@ -211,8 +209,6 @@ def test_commands_name_the_present_settings_and_the_change() -> None:
     fused = replace(config, loader="packed", loader_workers=0, kernels="fused", freed_memory="kept")
     asked = "--batch-size 8 --precision bf16 --loader packed --compile off"
     assert findings.command_of_step(study(), fused).endswith(asked), "it chooses the others again"
-    given = question.of_file(Experiment(name="bottleneck", families=(), profiles=(("", "", fused),))).profiles[0][1]
-    assert findings.command_of_step(study(), fused, base=given).endswith(f"{asked} --config FILE")
     assert first.current == 'loader = "files", loader_workers = 2'
     assert first.recommended == 'loader = "packed", loader_workers = 0'
 
@@ -280,18 +276,10 @@ def test_the_report_has_all_that_is_asked_for() -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Path:
-    """Records of one machine: a time budget, and bf16 against it."""
-    path = tmp_path / "records.jsonl"
-    Ledger(path).append([profiled(CONFIG, {"data": 5.0, "forward": 95.0}), *told(CONFIG, {"bf16": (BF16, 1.4)})])
-    return path
-
-
-def test_records_become_a_report_and_a_page_in_one_file(call: Call, ledger: Path, tmp_path: Path) -> None:
-    code, out, _ = call("run", "bottleneck", "--ledger", ledger, "--output-dir", tmp_path, "--json")
-    (values,) = json.loads(out)
-    assert (code, values["advice"][0]["title"]) == (0, "bf16")
+def test_records_become_a_report_and_a_page_in_one_file(tmp_path: Path) -> None:
+    records = [profiled(CONFIG, {"data": 5.0, "forward": 95.0}), *told(CONFIG, {"bf16": (BF16, 1.4)})]
+    values = bottleneck_report(replace(study(*records), output_dir=tmp_path))
+    assert values["advice"][0]["title"] == "bf16"
     assert 1.3 < values["advice"][0]["low"] < 1.4
     text, page = ((tmp_path / "reports" / f"bottleneck_report.{kind}").read_text() for kind in ("md", "html"))
     assert "bottleneck_report_profile.png" in text

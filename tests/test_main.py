@@ -53,70 +53,41 @@ def test_what_commands_read_of_their_options_are_options() -> None:
     ]
     declared = {action.dest for parser in parsers for action in parser._actions}
     read = {n for f in Path(cli.__file__).parent.glob("*.py") for n in re.findall(r"\boptions\.(\w+)", f.read_text())}
-    assert read - declared == {"hint", "main", "parser", "split", "typed"}
+    assert read - declared == {"main", "parser", "split", "typed"}
 
 
 REFUSED = {
     "": ["COMMAND"],
-    "rnu amp": ["'rnu'", "did you mean run?"],
+    "rnu amp": ["'rnu'", "compare"],
     "run": ["EXPERIMENT"],
     "run ampp": ["'ampp'", "multi_gpu", "did you mean amp?"],
     "run amp --presett smoke": ["--presett", "did you mean --preset?"],
     "run amp --device cuda": ["'cuda'", "no GPU is visible"],
-    "run amp --scaling weak": ["--scaling", "only multi_gpu takes it"],
     "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%"],
-    "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a"],
     "run amp --output-dir FILE/below": ["FILE/below", "--output-dir"],
-    "run amp --minutes ten": ["--minutes", "'ten'"],
-    "run amp --precisions fp32": ["precisions", "fp32", "name another"],
-    "run workers --worker-counts 0,1000": ["worker_counts", "1000", "give two"],
     "run amp --data=": ["a path is empty"],
-    "compare /bin/true /bin/false --per-step 1,2,3": ["per_step", "(1, 2, 3)"],
     "rank": ["run, train, sample"],
     "run amp --seed 99999999999999999999": ["seed", "99999999999999999999"],
     "run amp multi_gpu --world-sizes 2 --batch-size 5": ["5", "2 ranks"],  # before amp is measured
-    "run amp --world-sizes two": ["--world-sizes", "'two'", "a whole number"],
     "run amp --data EMPTY": ["EMPTY"],
-    "run amp --held-out nowhere --data EMPTY": ["nowhere"],
-    "run amp --ledger LEDGER --seed 1": ["--seed"],
     "run strategy amp": ["strategy", "alone"],
     "run strategy --preset smoke": ["--preset"],
-    "run amp --output-dir TAKEN": ["ledger.jsonl: Is a directory", "--output-dir"],
     "figures --ledger RECORDS --output-dir /proc/below": ["/proc/below"],
-    "run bottleneck --config DEEP.toml": ["DEEP.toml"],
     "compare mine:before mine:after --per-step 8": ["--per-step"],
-    "compare TIME.toml TEXT.toml": ["TIME.toml", "options", "datetime.time"],
-    "summary DIGITS.toml DIGITS.toml": ["DIGITS.toml", "4300 digits"],
-    f"summary {'x' * 5000}.jsonl": ["xxx...xxx", "File name too long"],
     "train --steps 5": ["--output-dir"],
     "train --steps 5 --data EMPTY --output-dir EMPTY/run": ["EMPTY/run lies inside the image folder"],
-    "train --steps 5 --held-out EMPTY --output-dir EMPTY/../EMPTY/run": ["lies inside the image folder"],
     "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
     "sample none.pt --count 3": ["none.pt"],
-    "sample . --count 3": ["CHECKPOINT is '.'"],
     "prepare synthetic FILE/below": ["FILE/below"],
     "figures --ledger TEXT": ["TEXT", "2 lines"],
-    "figures --ledger LEDGER --machine cray": ["'cray'", "Example CPU 9000"],
     "figures --check --publish": ["--publish", "--check"],
-    "run strategy --batch-size 0": ["batch_size"],
-    "run strategy --device cuda": ["GPU"],
-    "recommend --ledger LEDGER --minutes 5": ["--minutes"],
-    "recommend --ledger LEDGER --network sed": ["'sed'", "seed"],
     "recommend --minutes 0.1": ["minutes is 0.1"],
-    "recommend --minutes -5": ["minutes is -5"],
     "recommend --only precision": ["--only is 'precision'"],
-    "recommend --cores 99": ["cores is 99"],
     "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
     "benchmark --machine here": ["--ledger"],
-    "benchmark --ledger none.jsonl": ["none.jsonl"],
-    "run bottleneck --minutes 0 --config GRID.toml": ["--config", "'grid'"],
-    "run bottleneck --minutes 0 --config DATA.toml": ["--config: data is '5'"],
-    "run bottleneck --minutes 0 --config WORK.toml": ["--config", "'workload'"],
     "run amp --workload __main__:make": ["'__main__'"],
-    "prepare synthetic DEST --image-size 99999": ["99999", "16,384"],
     "compare WORK.toml GRID.toml": ["WORK.toml holds a command line"],
     "compare 'python a.py --x=a:b' mine:step --per-step 4": ["python a.py --x=a:b", "two of a kind"],
-    "compare mine:a mine:b --cores 99": ["cores is 99"],
     "compare 'python a.py' 'torchrun a.py' --cores 1": ["cores is 1", "chooses its threads itself"],
     "compare mine:a mine:b --gate --markdown none/page.md": ["none/page.md", "--markdown"],
     "report --notebook CELL.ipynb --output-dir out": ["CELL.ipynb is no notebook"],
@@ -131,16 +102,9 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     (tmp_path / "TEXT").write_text("# A page\n\nand no record\n")
     Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
     Ledger(tmp_path / "RECORDS").append(make.sets({"bf16": (replace(RunConfig(), precision="bf16"), 1.6)}))
-    (tmp_path / "TAKEN" / "trace_output" / "ledger.jsonl").mkdir(parents=True)
-    tables = {"DEEP": f"a = {'[' * 100_000}", "TIME": "[options]\nq = 07:32:00", "TEXT": 'options = "text"'}
-    tables |= {
-        "GRID": "grid = 1",
-        "DATA": "data = 5",
-        "WORK": f'workload = "{COMMAND}"\n[options]\ncommand = "touch x"',
-    }
+    (tmp_path / "GRID.toml").write_text("grid = 1")
+    (tmp_path / "WORK.toml").write_text(f'workload = "{COMMAND}"\n[options]\ncommand = "touch x"')
     (tmp_path / "CELL.ipynb").write_text('{"cells": [5], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
-    for name, text in (tables | {"DIGITS": f"seed = {'1' * 5000}"}).items():
-        (tmp_path / f"{name}.toml").write_text(text)
     for arguments, words in REFUSED.items():
         given = shlex.split(arguments)
         if given[:1] in (["run"], ["figures"], ["recommend"], ["benchmark"]) and "--output-dir" not in given:
@@ -155,7 +119,7 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     assert not (tmp_path / "DEST").exists()
 
 
-def test_a_parameter_may_be_typed_as_python_or_json_has_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_may_be_typed_as_python_has_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     made = SimpleNamespace(exit_code=0)
     monkeypatch.setattr("ddpm_lab.reports.report.report", lambda **how: seen.update(how) or made)
@@ -167,9 +131,7 @@ def test_a_parameter_may_be_typed_as_python_or_json_has_it(call: Call, monkeypat
 
 OUTSIDE: dict[BaseException, str] = {
     OSError(errno.ENOSPC, "No space left on device", "/a/b"): "/a/b: No space left on device",
-    OSError(errno.ENOSPC, "No space left on device"): "No space left on device",
     PermissionError(errno.EACCES, "Permission denied", "/a\nb"): "/a\\nb: Permission denied",
-    RecursionError("deep"): "nested too deeply",
     MemoryError(): "out of memory",
 }
 
@@ -230,20 +192,6 @@ def test_a_full_disk_is_told_before_anything_is_measured(
         assert err.splitlines()[-1].startswith("ddpm-lab: ")
 
 
-@pytest.mark.slow
-def test_a_module_of_the_working_folder_hides_no_library(tmp_path: Path) -> None:
-    """The process that starts ranks imports libraries, in whatever folder one works."""
-    (tmp_path / "numpy.py").write_text("raise RuntimeError('the wrong numpy')")
-    loops = "\n".join(f"def {name}():\n    while True:\n        time.sleep(0.001)\n        yield" for name in "ab")
-    (tmp_path / "mine.py").write_text(f"import time\n{loops}\n")
-    command = "import sys; del sys.path[0]; from ddpm_lab.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    words = ["compare", "mine:a", "mine:b", "--sets", "1", "--minutes", "0.1", "--output-dir", "out"]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    run = [sys.executable, "-c", command, *words]
-    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 REACHED: dict[str, dict[str, Any]] = {
     "multi_gpu --world-sizes 1,2,4 --batch-sizes 64 --oversubscribe": {
         **{"world_sizes": [1, 2, 4], "global_batch_sizes": [64], "oversubscribe": True}
@@ -253,7 +201,7 @@ REACHED: dict[str, dict[str, Any]] = {
     "amp --minutes 4 --sets 3 --seed 5": {"minutes": 4.0, "sets": 3, "seed": 5},
     "amp workers --minutes 4": {"minutes": 2.0},
     "amp --skip-bad --held-out h --data d --network seed": {"skip_bad": True, "held_out": "h", "data": "d"},
-    "bottleneck --config mine.toml --precision bf16 --only fp32": {"seed": 3, "precision": "bf16", "only": ["fp32"]},
+    "bottleneck --precision bf16 --only fp32": {"precision": "bf16", "only": ["fp32"]},
 }
 
 
@@ -266,8 +214,6 @@ def test_options_reach_the_experiment(call: Call, tmp_path: Path, monkeypatch: p
         raise ConfigError("far enough")
 
     monkeypatch.setattr(planning, "plan_question", plan_question)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text('seed = 3\nprecision = "fp32"\n')
     for arguments, expected in REACHED.items():
         seen.clear()
         assert call("run", *arguments.split(), "--output-dir", tmp_path)[0] == 2

@@ -1,7 +1,6 @@
 """The recommendation: each step's gain, what is recommended, what comes next, the file of settings, the command."""
 
 import functools
-import json
 import math
 import tomllib
 from collections.abc import Sequence
@@ -261,17 +260,16 @@ def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthe
         assert {r.config.data_sha256 for r in shown.records} == {images}
 
 
-def test_a_search_is_kept_beside_what_another_network_came_to(call: Call, tmp_path: Path) -> None:
+def test_a_search_is_kept_beside_what_another_network_came_to(tmp_path: Path) -> None:
     """Records answer for each network; a report, which searches nothing for its last page, writes no file."""
     ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
     seed = replace(planted.SPACE, baseline=replace(planted.BASE, network="seed"))
     ledger.append(make.on(here, planted.searched(seed)))
     ledger.append(make.on(here, amp(0.8)))
     experiments.recommendation(minutes=0, output_dir=tmp_path)
-    for words, network in (((), "tiny"), (("--network", "seed"), "seed")):
-        code, out, _ = call("recommend", "--ledger", ledger.path, "--output-dir", tmp_path, *words, "--json")
-        found = json.loads(out)
-        assert (code, " for seed: " in found["headline"]) == (0, network == "seed")
+    for network in (None, "seed"):
+        found = experiments.recommendation(ledger=ledger.path, output_dir=tmp_path, network=network)
+        assert (" for seed: " in found.finding.headline) == (network == "seed")
     assert not (tmp_path / question.FILE).exists()
 
 

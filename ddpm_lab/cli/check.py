@@ -8,16 +8,13 @@ import os
 import platform
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_lab.checks import compiler
+from ddpm_lab.checks import missing_to_compile
 from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import ROOM_BYTES, output_folder
 from ddpm_lab.measure import hardware
-from ddpm_lab.output import say
-from ddpm_lab.plan import LEAST_SETS
 
 PACKAGES = {
     "torch": "everything that is measured",
@@ -75,10 +72,7 @@ def checkup(output: Path) -> list[Item]:
     trouble = hardware.gpu_trouble()
     none = "none visible" + "; AMD's are not used, the CPU is" * ("+rocm" in hardware.package_version("torch"))
     slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
-    kind, needed, compiling_with, found = compiler("cuda" if gpus and not trouble else "cpu")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    headers = str(header) if header.exists() else "Python.h is missing"
-    compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
+    uncompiled = missing_to_compile("cuda" if gpus and not trouble else "cpu")
     place = next(p for p in (output, *output.parents) if os.path.lexists(p))
     free, able = shutil.disk_usage(place).free, place.is_dir() and os.access(place, os.W_OK | os.X_OK)
     room, writable = f"{output}, {free / 1e9:.0f} GB free", able and free > ROOM_BYTES
@@ -88,25 +82,23 @@ def checkup(output: Path) -> list[Item]:
         Item("Python 3.11 to 3.13", python, platform.python_version(), other),
         *(package(module, adds) for module, adds in PACKAGES.items()),
         Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or none, slower),
-        Item(kind, found is not None, found or f"{compiling_with} is missing", f"{compiling} {needed}"),
-        Item("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
+        Item(
+            "torch.compile",
+            not uncompiled,
+            uncompiled or "a compiler and Python's headers",
+            "notebook 05, fused kernels",
+        ),
         Item("output folder", writable, room, "choose one that can be written with --output-dir"),
         Item("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks: two cores, or several GPUs"),
     ]
 
 
 def _instrument(options: argparse.Namespace) -> int:
-    """Check the instrument, twice if it fails once."""
     # check runs where packages are missing
     from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
-    for attempt in (1, 2):
-        found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
-        if found.passed or found.slower.sets < LEAST_SETS:
-            break
-        if attempt == 1:
-            say(f"{found.verdict()}: the check is repeated once", error=True)
+    found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
     tell(options, found.as_dict(), calibration.lines(found))
     return 0 if found.passed else 1
 

@@ -16,25 +16,15 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, reads, refuse_others, tell, tracker_chosen
-from ddpm_lab.config import NETWORKS, PARTS, RunConfig
+from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, refuse_others, tell, tracker_chosen
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
-from ddpm_lab.files import (
-    LEDGER,
-    NOT_IN_FILES,
-    check_room,
-    configuration,
-    expanded,
-    ledgers,
-    output_folder,
-    read_settings,
-    writing,
-)
+from ddpm_lab.files import LEDGER, check_room, expanded, output_folder, writing
 from ddpm_lab.measure.process import private_folder
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
@@ -74,25 +64,22 @@ def _settings() -> dict[str, dict[str, declared.Option]]:
 
 
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
-    """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
+    """Add the options of the questions among ``words``, or of all, with the names of those that take them."""
     settings = _settings()
-    typed = [name for name in settings if name in words]
+    shown = [name for name in settings if name in words] or [*settings]
     titles = {name: entry.about.title for name, entry in every_question().items()}
     titles[STRATEGY] = "Should one rank or several train a network at a batch?"
     about = [f"  {name:14} {titles[name]}" for name in settings]
     parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
-    group = parser.add_argument_group(f"options of {', '.join(typed)}" if typed else "options of the experiments")
-    for name in dict.fromkeys(name for mine in settings.values() for name in mine):
-        takers = [question for question, mine in settings.items() if name in mine]
-        found = [settings[question][name] for question in takers if question in (typed or takers)]
-        parser.hints[declared.flag(name)] = f": only {', '.join(takers)} take{'s' * (len(takers) == 1)} it"
-        if found:
-            usual = found[0].default if typed and len({str(o.default) for o in found}) == 1 else None
-            text = found[0].opt.help + ("" if typed else f" ({', '.join(takers)})")
-            declared.add_options(group, [replace(found[0], default=usual, opt=replace(found[0].opt, help=text))])
-    for name, taker in (("bands", "multi_gpu"), ("config", "bottleneck"), ("parameters", STRATEGY)):
-        parser.hints[f"--{name}"] = f": only {taker} takes it"
-        if not typed or taker in typed:
+    group = parser.add_argument_group(f"options of {', '.join(shown)}")
+    for name in dict.fromkeys(name for question in shown for name in settings[question]):
+        takers = [question for question in shown if name in settings[question]]
+        option = settings[takers[0]][name]
+        text = option.opt.help + f" ({', '.join(takers)})" * (len(shown) > 1)
+        usual = option.default if len(takers) == 1 else None
+        declared.add_options(group, [replace(option, default=usual, opt=replace(option.opt, help=text))])
+    for name, taker in (("bands", "multi_gpu"), ("parameters", STRATEGY)):
+        if taker in shown:
             add(group, name)
 
 
@@ -103,20 +90,16 @@ def run(options: argparse.Namespace) -> int:
         choice("experiment", name, able)
     if STRATEGY in names:
         return strategy(options, names)
-    measured: list[planning.Planned] = []
-    if reads(options, "experiments", "bands", *["workload"] * ("bottleneck" not in names)):
-        answers = [_read(name, options) for name in names]
-    else:
-        common = asked(options) | given(options, "cores")
-        common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
-        # All are checked before the first is measured.
-        asked_of = {name: common | given(options, *able[name]) for name in names}
-        planned = [
-            plan_bottleneck(options, how) if name == "bottleneck" else planning.plan_question(name, **how)
-            for name, how in asked_of.items()
-        ]
-        measured = [experiments.undecided(one).measure() for one in planned]
-        answers = [_answer(one, named) for one in measured]
+    common = asked(options) | given(options, "cores")
+    common |= {"minutes": options.minutes / len(names)} if options.minutes else {}
+    # All are checked before the first is measured.
+    asked_of = {name: common | given(options, *able[name]) for name in names}
+    planned = [
+        plan_bottleneck(how) if name == "bottleneck" else planning.plan_question(name, **how)
+        for name, how in asked_of.items()
+    ]
+    measured = [experiments.undecided(one).measure() for one in planned]
+    answers = [_answer(one, named) for one in measured]
     if options.json:
         say(*json.dumps(answers, indent=1).split("\n"))
     else:
@@ -127,16 +110,6 @@ def run(options: argparse.Namespace) -> int:
     summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
     return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
-
-
-def _read(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The answer of records that exist."""
-    if name == "bottleneck":
-        output = output_folder(options.output_dir)
-        every = _of_lab(ledgers(options.ledger, output), output, options.machine)
-        return {"experiment": name, **bottleneck_report(every)}
-    shown = experiments.run(name, **given(options, "ledger", "machine", "output_dir", "bands", "workload"))
-    return {"experiment": name, **_told(shown)}
 
 
 def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
@@ -294,13 +267,8 @@ def strategy(options: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    if (no_search := reads(options, "workload", "network", "device")) and options.network is not None:
-        choice("network", options.network, NETWORKS)
-    if options.minutes is not None and not options.minutes > 0:
-        raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    minutes = None if no_search else MINUTES.get(options.preset or "quick")
-    settings: dict[str, Any] = {"minutes": minutes} | asked(options)
-    settings |= given(options, "seeds", "images", "cores", "ledger", "machine")
+    settings = {"minutes": MINUTES.get(options.preset or "quick")} | asked(options)
+    settings |= given(options, "seeds", "images", "cores")
     only: dict[str, list[str]] = {}
     for text in options.only or ():
         name, _, values = text.partition("=")
@@ -310,13 +278,13 @@ def recommend(options: argparse.Namespace) -> int:
     try:
         found = experiments.recommendation(global_batch_size=options.global_batch_size, only=only, **settings)
     except ModuleNotFoundError as missing:
-        say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
+        say(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab figures --ledger")
         return 0
     study, said, path = found.study, found.finding, found.settings
     names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
     told = table.values({name: getattr(said, name) for name in names} | {"settings": path and str(path)})
     lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
-    if not no_search and not options.json:
+    if not options.json:
         image = study.output_dir / "image_output" / f"{found.file}.png"
         save(found.figure(), image)
         lines.append(f"figure: {image}")
@@ -350,55 +318,31 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
     return {**values, "page": str(report.with_suffix(".html"))}
 
 
-def plan_bottleneck(options: argparse.Namespace, settings: dict[str, Any]) -> planning.Planned:
-    """The question of what limits a step, with the settings of a file and those given, ready to be measured."""
+def plan_bottleneck(settings: dict[str, Any]) -> planning.Planned:
+    """The question of what limits a step, ready to be measured."""
     check_room(output_folder(settings.get("output_dir")) / "reports")
-    planned = planning.plan_question("bottleneck", **_of_file(options) | settings)
-    campaign, experiment = planned.campaign, planned.experiment
-    if options.config:
-        experiment = bottleneck.of_file(experiment)
-    if (seconds := campaign.target.seconds) is not None:
-        experiment = bottleneck.fitting(experiment, seconds, campaign.held)
-    return planned.renewed(experiment)
-
-
-def _of_lab(files: Sequence[Path], output: Path, machine: str | None) -> Study:
-    """Every record of the lab's own trainer on a machine."""
-    lab = partial(experiments.of_training, workload=None)
-    return read_study(files, RECOMMENDATION, output, machine=machine, among=lab)
+    planned = planning.plan_question("bottleneck", **settings)
+    campaign = planned.campaign
+    if (seconds := campaign.target.seconds) is None:
+        return planned
+    return planned.renewed(bottleneck.fitting(planned.experiment, seconds, campaign.held))
 
 
 def bottleneck_study(measured: planning.Planned) -> Study:
-    """Every record of this machine that can say something."""
+    """Every record of the lab's own trainer on this machine."""
     mine = experiments.study_of(measured)
-    every = _of_lab([measured.ledger], measured.output, measured.cohort[0])
+    lab = partial(experiments.of_training, workload=None)
+    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     records = (*others, *mine.records)
     return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)
-
-
-def _of_file(options: argparse.Namespace) -> dict[str, Any]:
-    found = read_settings(expanded(options.config), "--config") if options.config else {}
-    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
-        found.pop(name, None)
-    if found.get("nodes") == 1:
-        del found["nodes"]
-    declared.known("--config", found, RunConfig)
-    if named := [name for name in NOT_IN_FILES if name in found]:
-        raise ConfigError(f"--config has {named[0]!r}, which no file of settings has: take it out")
-    able = declared.options(RunConfig)
-    found = {name: able[name].checked(value, f"--config: {name}") for name, value in found.items()}
-    for place, _ in PARTS:
-        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
-            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
-    return found
 
 
 COMMANDS = {
     "run": Command(
         run,
         "run amp --preset smoke --data path/to/images",
-        f"experiments {COMMON} device image_size sets cores resolution seed oversubscribe tracker ledger machine json",
+        f"experiments {COMMON} device image_size sets cores resolution seed oversubscribe tracker json",
         more=_add_options_of_questions,
     ),
     "compare": Command(
@@ -416,7 +360,7 @@ COMMANDS = {
         recommend,
         "recommend --minutes 10",
         "preset minutes data held-out skip-bad network workload device image_size global_batch_size sets cores "
-        "resolution only ledger machine output-dir json",
+        "resolution only output-dir json",
         {
             "minutes": "time budget (default: 10; 60 in full)",
             "global_batch_size": "the preset's",
@@ -429,7 +373,6 @@ COMMANDS = {
                 "action": "append",
                 "metavar": "NAME=VALUE,...",
             },
-            "machine": "whose records to read: a name, a part of it, or a key",
         },
         more=lambda parser, _: declared.add_options(
             parser, [declared.options(experiments.recommend)[name] for name in ("seeds", "images")]

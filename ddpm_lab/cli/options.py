@@ -83,7 +83,7 @@ POSITIONALS: dict[str, dict[str, Any]] = {
     "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
     "dest": _of("folder to make"),
     "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
-    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files, run ids", nargs="*", default=[], metavar="SOURCE"),
+    "sources": _of(f"{SEVERAL}; or two runs: folders, TOML files", nargs="*", default=[], metavar="SOURCE"),
     "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
     "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", default=[], metavar="LOG"),
 }
@@ -106,15 +106,11 @@ class Options(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, like everything else here; the usage is what --help is for.
-
-    ``hints`` say of options that others have, who has them.
-    """
+    """Refuses in one line, like everything else here; the usage is what --help is for."""
 
     def __init__(self, **how: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(**how, allow_abbrev=False, formatter_class=formatter, argument_default=argparse.SUPPRESS)
-        self.hints: dict[str, str] = {}
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         return Options(**vars(super().parse_args(args, namespace)))
@@ -123,16 +119,9 @@ class Parser(argparse.ArgumentParser):
         """Refuse what a command does not know by the command's own name; argparse would leave it to the program."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            hint = self.hints.get(name) or did_you_mean(name, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return found, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = ", ".join(map(str, action.choices))
-            sentence = f"{value!r}: choose one of {names}{did_you_mean(value, action.choices)}"
-            raise argparse.ArgumentError(action, sentence)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"ddpm-lab: {printable(message)}; see {self.prog} --help\n")
@@ -169,17 +158,6 @@ def add(parser: argparse._ActionsContainer, name: str, here: Any = None) -> None
         how = {**told, **({"help": here} if isinstance(here, str) else here or {})}
         how["help"] = how["help"].replace("%", "%%")
         parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
-
-
-def reads(options: argparse.Namespace, *also: str) -> bool:
-    """Whether --ledger or --machine is given, so that records are read and nothing is measured.
-
-    Raises ConfigError for another option beside them, but for those of ``also``.
-    """
-    if options.ledger is None and options.machine is None:
-        return False
-    refuse_others(options, "ledger", "machine", "output_dir", "json", *also, why="--ledger and --machine read records")
-    return True
 
 
 def refuse_others(options: argparse.Namespace, *able: str, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,14 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, LabError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, asked, given, reads, refuse_others, tell
+from ddpm_lab.checks import ConfigError, missing_to_explain
+from ddpm_lab.cli.options import COMMON, Command, asked, given, refuse_others, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings
-from ddpm_lab.ledger import read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.output import say
 from ddpm_lab.questions import experiments
@@ -47,9 +46,9 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _literal(text: str) -> Any:
-    """A parameter's value as JSON where it is JSON, or as Python writes such a value, else as it was typed."""
-    with suppress(ValueError):
-        return declared.parsed({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    """A parameter's value as Python writes it, else as it was typed."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
     return text
 
 
@@ -114,15 +113,10 @@ def benchmark(options: argparse.Namespace) -> int:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
     folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
     source, machine = options.ledger or folder / LEDGER, options.machine
-    if not reads(options):
-        machine, is_new = hardware.machine().key, not folder.exists()
-        try:
-            planned = plan(options, folder)
-        except LabError:
-            with suppress(OSError):  # planning looks whether records can be written
-                for made in (folder / LEDGER.parent, folder / "image_output", folder) if is_new else ():
-                    made.rmdir()
-            raise
+    if options.ledger:
+        refuse_others(options, "ledger", "machine", "output_dir", why="--ledger reads records")
+    else:
+        machine, planned = hardware.machine().key, plan(options, folder)
         minutes = options.minutes or max(1, round(sum(one.campaign.forecast() for one in planned) / 60))
         again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
         say(f"results go to {folder}; about {minutes:g} min; stopped, {again}", error=True)
@@ -141,11 +135,8 @@ def benchmark(options: argparse.Namespace) -> int:
         say(f"ddpm-lab: {where} holds no records of one GPU or rank beside several", error=True)
         return 1
     written = benchmark.write(study, folder)
-    if options.json:
-        say(*(folder / f"{benchmark.RESULTS}.json").read_text().splitlines())
-    else:
-        table.show(benchmark.comparison(study))
-        say("", *answer(study).finding.claim.split("\n"), *written)
+    table.show(benchmark.comparison(study))
+    say("", *answer(study).finding.claim.split("\n"), *written)
     return 0 if any(row.sets for row in found) else 1
 
 
@@ -154,9 +145,9 @@ def benchmark(options: argparse.Namespace) -> int:
 
 def summary(options: argparse.Namespace) -> int:
     """Exit code 1 where there is no run, or where more differs than ``--only`` allows."""
-    sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
-    if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
-        return _difference(options)
+    sources = [expanded(source) for source in options.sources or [output_folder(None) / LEDGER]]
+    if options.only is not None or (len(sources) == 2 and all(s.is_dir() or s.suffix == ".toml" for s in sources)):
+        return _difference(options, sources)
     rows = runs.compared([row for source in sources for row in _rows(source, options.machine)])
     runs.show(rows, csv=options.csv, as_json=options.json)
     if not any(row.found for row in rows):
@@ -165,9 +156,9 @@ def summary(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_run(source: Path) -> bool:
-    """Whether a source names one run, and neither a ledger nor a log."""
-    return source.is_dir() or source.suffix == ".toml" or not (source.exists() or source.suffix)
+def _row(folder: Path) -> runs.Summary:
+    """The run in a folder of ``train``; of which job nobody has noted."""
+    return replace(runs.of_training(_settings(folder)[0], folder, None), log=str(folder), job_id=None)
 
 
 def _rows(source: Path, machine: str | None = None) -> list[runs.Summary]:
@@ -175,53 +166,29 @@ def _rows(source: Path, machine: str | None = None) -> list[runs.Summary]:
     if source.suffix == ".jsonl":
         study = experiments.run("multi_gpu", ledger=source, machine=machine).study
         return [replace(run, log=str(source)) for run in runs.of_records([*study.records, *study.trials])]
-    if not source.is_dir():
-        return runs.read_log(source)
-    run = runs.of_training(_settings(source, "SOURCE")[0], source, None)
-    return [replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
+    return [_row(source)] if source.is_dir() else runs.read_log(source)
 
 
-def _difference(options: argparse.Namespace) -> int:
+def _difference(options: argparse.Namespace, sources: Sequence[Path]) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
-    if len(options.sources) != 2:
-        raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
-    one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
-    found = runs.differences(one, other)
+    if len(sources) != 2:
+        raise ConfigError(f"--only compares two runs, and {len(sources)} are given")
+    of = [runs.settings(config) | ({runs.LENGTH: steps} if steps else {}) for config, steps in map(_settings, sources)]
+    found = runs.differences(*of)
     only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
     wrong = [] if options.only is None else runs.unexpected(found, only)
-    folders = [path for path in map(expanded, options.sources) if path.is_dir()]
-    if options.csv and (options.json or len(folders) != 2):
-        raise ConfigError("--csv holds a table of runs, and here are only differences: leave it out")
-    if len(folders) == 2 and not options.json:
-        rows = [row for folder in folders for row in _rows(folder)]
-        runs.show(runs.compared(rows), csv=options.csv)
+    if all(source.is_dir() for source in sources) and not options.json:
+        runs.show(runs.compared([*map(_row, sources)]), csv=options.csv)
         say("")
     tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(options.sources, found, wrong))
     return int(bool(wrong))
 
 
-def _run(named: str, place: str, asked: Sequence[str] | None) -> dict[str, Any]:
-    """The settings of the run that is named on the command line."""
-    path = expanded(named)
-    if path.is_dir() or path.suffix == ".toml":
-        config, steps = _settings(path, place)
-        return runs.settings(config) | ({} if steps is None else {runs.LENGTH: steps})
-    files = ledgers(asked, output_folder(None))
-    records, _ = read_all([f for f in files if asked or f.exists()])
-    if fits := [r for r in records if r.run_id == named]:
-        return runs.of_record(fits[-1])
-    where = ", ".join(map(str, files))
-    raise ConfigError(f"{place} is {named!r}: no run id in {where}, no folder and no .toml file; give one")
-
-
-def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
+def _settings(path: Path) -> tuple[RunConfig, Any]:
     """The settings in a file, or of a run's folder, and how many steps it trains (None: it does not say)."""
-    file = path / SETTINGS if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise ConfigError(f"{place}: {path} holds no {SETTINGS}: give a folder of ddpm-lab train")
-    values = read_settings(file, place)
+    values = read_settings(path / SETTINGS if path.is_dir() else path, str(path))
     length = values.pop("train", None)
-    return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None
+    return configuration(values, str(path)), length.get("steps") if isinstance(length, dict) else None
 
 
 def collect(options: argparse.Namespace) -> int:
@@ -252,19 +219,17 @@ COMMANDS = {
         benchmark,
         "benchmark --preset smoke --batch-sizes 16,32",
         "network batch-sizes loader_workers ranks oversubscribe preset minutes sets data held-out device seed ledger "
-        "machine output-dir json",
+        "machine output-dir",
         {
             "network": "seed on a GPU, tiny on a CPU",
             "ranks": "one rank alone; several alone; or several only where `run strategy` says so (default: both)",
             "output-dir": "folder of the results; the same one goes on (default: a new one here)",
-            "json": "print benchmark_results.json and nothing else",
         },
     ),
     "summary": Command(
         summary,
         "summary runs/first runs/second --only seed",
-        "sources only ledger machine csv json",
-        {"ledger": "records to read (default: your own ledger)"},
+        "sources only machine csv json",
     ),
     "collect": Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
 }

@@ -44,15 +44,11 @@ EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
 def prepare(options: argparse.Namespace) -> int:
-    options.hint = lambda: "nothing is kept, the same command starts anew"
     how = given(options, "image_size", "held_out", "skip_bad")
     dest = expanded(options.dest)
     manifest = packed.prepare(options.source, dest, progress=partial(say, error=True), **how)
-    if options.json:
-        say(*manifest.to_json().splitlines())
-    else:
-        lines = (f"left out: {line}" for line in manifest.skipped)
-        say(f"{options.dest}: {manifest.describe()}", *lines)
+    lines = (f"left out: {line}" for line in manifest.skipped)
+    say(f"{options.dest}: {manifest.describe()}", *lines)
     return 0
 
 
@@ -60,9 +56,7 @@ def train(options: argparse.Namespace) -> int:
     """128 and the signal's number if one ended it."""
     if options.output_dir is None:
         raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
-    ends = ("starts again: nothing was trained this time", "goes on from the last checkpoint")
     with Stop() as stop:
-        options.hint = lambda: f"stopped at once; the same command {ends[stop.gentle]}"
         return _train(options, stop)
 
 
@@ -81,7 +75,6 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         progress=progress,
         **given(options, "held_out", "skip_bad"),
     )
-    _tell_of_idle(config.device, config.world_size, progress)
     if "kernels" not in said and (lacking := fused_lacking(config)):
         progress.done(lacking)
         config, said = dataclasses.replace(config, kernels="aten"), said | {"kernels"}
@@ -111,14 +104,10 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
 
 
 def sample(options: argparse.Namespace) -> int:
-    options.hint = lambda: "the images that were made stay, the same command goes on"
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
-    if not checkpoint.name:
-        raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
-    folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
+    folder = expanded(options.output_dir) if options.output_dir else checkpoint.parent / checkpoint.stem
     sampling = sampling_run.Sampling(**given(options, *SAMPLING))
     world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
-    _tell_of_idle(options.device, world_size, progress)
     how: dict[str, Any] = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
     paths = sampling_run.sample(checkpoint, folder, options.count, sampling, **how)
     if options.grid:
@@ -129,31 +118,19 @@ def sample(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_of_idle(device: str | None, ranks: int, progress: Progress) -> None:
-    """Say what of a job, or of this host's GPUs, has nothing to do: who started it all may think that it works."""
-    job = cluster.current()
-    count = sum(map(len, job.hosts)) if job else 0 if device == "cpu" else len(hardware.gpus())
-    if 0 < ranks < count:
-        of_job = f"{count - ranks} of the job's {count} processes stay idle"
-        progress.done(of_job if job else f"{ranks} of {count} GPUs used: --world-size {count} takes all")
-
-
 def rank(options: argparse.Namespace) -> int:
-    words, main = options.words, options.main
-    choice("the command after rank", next(iter(words), ""), MANY_HOSTS)
-    if {"-h", "--help"} & set(words):
-        return int(main(words))
+    choice("the command after rank", next(iter(options.words), ""), MANY_HOSTS)
     process = cluster.Process.read(os.environ)
     process.use_interface()
     if process.rank:
         return cluster.serve(process)
     with cluster.leading(process):
-        return int(main(words))
+        return int(options.main(options.words))
 
 
 COMMANDS = {
     "prepare": Command(
-        prepare, "prepare path/to/images data/photos --image-size 64", "source dest held-out skip-bad image_size json"
+        prepare, "prepare path/to/images data/photos --image-size 64", "source dest held-out skip-bad image_size"
     ),
     "train": Command(
         train,

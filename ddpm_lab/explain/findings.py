@@ -27,10 +27,6 @@ _OF_STEP = ("precision", "world_size", "loader", "loader_workers", "compile", "i
 """Settings that are options of ``run bottleneck``."""
 _LEFT_OPEN = ("precision", "loader", "compile")
 """Those of them that it chooses as a training would where they are left open."""
-_CHOSEN = ("channels_last", "kernels", "freed_memory", "threads")
-"""Settings that it chooses itself where they are left open, most of them again as before."""
-OF_FILE = "the settings of the file"
-"""What a bottleneck's baseline is called whose settings a file gives."""
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
@@ -361,7 +357,7 @@ def command_of(study: Study, row: Comparison) -> str:
     if row.experiment == "compare":
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
     if row.experiment == "bottleneck":
-        return command_of_step(study, config, row.label, base=row.baseline_label)
+        return command_of_step(study, config, row.label)
     words = ["ddpm-lab", "run", shlex.quote(row.experiment)]
     if config.is_own:
         words += ["--workload", shlex.quote(config.work_name)]
@@ -372,8 +368,8 @@ def command_of(study: Study, row: Comparison) -> str:
     return " ".join([*words, *where_of(study, config), *_options(row)])
 
 
-def command_of_step(study: Study, config: RunConfig, *only: str, base: str = "") -> str:
-    """The command that measures ``config``, called ``base``, beside its changes or ``only`` some of them, by name."""
+def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
+    """The command that measures ``config`` beside its changes or ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
     words = ["ddpm-lab", "run", "bottleneck", "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size), *where_of(study, config)]
@@ -381,7 +377,6 @@ def command_of_step(study: Study, config: RunConfig, *only: str, base: str = "")
     for name in _OF_STEP:
         named = name in changed or name in _LEFT_OPEN
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
-    words += ["--config", "FILE"] if base == OF_FILE or changed - {*_OF_STEP, *_CHOSEN} else []
     words += ["--only", shlex.quote(",".join(only)), "--resolution", "2%"] if only else []
     return " ".join(words)
 

@@ -88,13 +88,6 @@ def bottleneck(
     return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
-def of_file(experiment: Experiment) -> Experiment:
-    """The same, named for a file that gives its settings: its commands ask for that file."""
-    families = tuple(replace(family, baseline_label=findings.OF_FILE) for family in experiment.families)
-    profiles = tuple((name, findings.OF_FILE, config) for name, _, config in experiment.profiles)
-    return replace(experiment, families=families, profiles=profiles)
-
-
 def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
     """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
     took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families
@@ -245,7 +238,7 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         against=about.profile.label,
         rationale=next((why for setting, why in _WHY.items() if setting in changed), usual),
         evidence=evidence,
-        command=findings.command_of_step(study, about.config, *filter(None, [name]), base=about.profile.label),
+        command=findings.command_of_step(study, about.config, *filter(None, [name])),
         share=share,
         usable=row is not None and row.verdict == FASTER and judged.verdict in GOOD,
     )
@@ -390,7 +383,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         evidence=bd.evidence(about.taken),
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
-        all_changes=findings.command_of_step(study, config, base=about.profile.label),
+        all_changes=findings.command_of_step(study, config),
         targets=tables.markdown(met),
         bands=TARGETS,
         budget=bd,

@@ -296,14 +296,6 @@ def show(runs: Sequence[Summary], *, csv: str | None = None, as_json: bool = Fal
 # --- what differs ----------------------------------------------------------------------------------------------------
 
 LENGTH = "train.steps"
-WHERE = ("machine", "torch", "code version", "images", "turns and windows")
-
-
-def of_record(record: RunRecord) -> dict[str, Any]:
-    """The settings of a record, with the machine, the code and the data that it was measured with."""
-    machine = f"{record.machine.name} ({record.machine.key})"
-    values = (machine, record.machine.torch, record.code_version, record.data_name, record.plan.key)
-    return settings(record.config) | dict(zip(WHERE, values, strict=True))
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
@@ -312,14 +304,14 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two runs; what only one of them can know, such as a machine, does not."""
+    """What differs between two runs; what only one of them tells, such as its length, does not."""
     names = [n for n in {**one, **other} if n.startswith("options.") or (n in one and n in other)]
     return {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
 
 
 def unexpected(found: Mapping[str, Any], only: Sequence[str]) -> list[str]:
     """What differs but for ``only``; a table's name stands for all in it. Raises ConfigError for one that is none."""
-    known = {*settings(RunConfig()), *WHERE, LENGTH}
+    known = {*settings(RunConfig()), LENGTH}
     tables = {name.partition(".")[0] for name in known if "." in name}
     for name in only:
         if name not in known | tables and not name.startswith("options."):
