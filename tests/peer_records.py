@@ -9,6 +9,7 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import OURS, Plan
+from ddpm_lab.questions.peers import BOTH_FP32
 from ddpm_lab.record import RunRecord
 
 OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
@@ -28,8 +29,15 @@ def against(**values: Any) -> list[RunRecord]:
     return make.sets(candidates, family=FAMILY, failures=missing, **COMMON, **values)
 
 
+def in_fp32() -> list[RunRecord]:
+    """A family of published records."""
+    base = dataclasses.replace(OWN, precision="fp32")
+    label = {"slow": (other("a", precision="fp32"), 0.8)}
+    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + BOTH_FP32, primary="", **COMMON)
+
+
 def study(*records: RunRecord, **values: Any) -> Study:
     return Study(experiment="peers", records=records, output_dir=Path(), **values)
 
 
-WHOLE = study(*against())
+WHOLE = study(*against(), *in_fp32())

@@ -27,7 +27,7 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     assert findings.command_of(both, lever) == "ddpm-lab run peers --batch-size 32 --parts levers"
     (levers,) = (rows for caption, rows in answer(both).tables() if caption.startswith("What each setting"))
     assert column(levers, "Configuration")[-1] == "NCHW"
-    families = ["ddpm, batch 8", FAMILY]
+    families = ["ddpm, batch 8", FAMILY, FAMILY + peers.BOTH_FP32]
     own = [row for row in answer(both).table() if row["Configuration"] == f"{OURS} (baseline)"]
     assert sorted(row["Family"] for row in own) == families
     assert len(answer(both).figure().axes) == len(families)

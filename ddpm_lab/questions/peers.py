@@ -60,7 +60,7 @@ def peers(
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
-    wanted = parts or (PARTS if setup.preset == "full" else PARTS[:-1])
+    wanted = parts or (PARTS if setup.preset == "full" else PARTS[:1])
     ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **usual_settings(setup.device))
     name, families = setup.family_name(batch), list[Family]()
     if "peers" in wanted:
@@ -210,7 +210,7 @@ def _turned(row: Comparison) -> Comparison:
 
 def this_trainer(study: Study) -> Comparison | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    # Trained as both sides do it best: not in fp32 alone.
+    # Trained as both sides do it best, and not in fp32 alone.
     rivals = [r for r in comparisons(study) if _is_rival(r.family)]
     trained = [r for r in rivals if not r.family.endswith(BOTH_FP32)]
     others = Counter(r.family for r in trained if r.role == "candidate" and r.sets)
