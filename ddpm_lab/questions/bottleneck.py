@@ -64,7 +64,7 @@ def bottleneck(
     """What takes the time of a step, and which change of one setting makes it faster?
 
     ``settings`` are those of ``RunConfig`` that the configuration in question has; what is left out is as there, and
-    where it is measured as ``train`` chooses it. Each change that the machine can run is measured against it; ``only``
+    where it is measured as usual on the device. Each change that the machine can run is measured against it; ``only``
     names some of them. ``smoke`` measures the first three, and twice the batch.
     """
     known("a configuration", settings, RunConfig)
