@@ -261,16 +261,11 @@ def test_sets_after_the_answer_are_shown_beside_it() -> None:
 ONE = [1.25, 1.1, 1.05]
 
 
-def sides(base: Sequence[float], other: Sequence[float], twin: Sequence[float] | None = None, ranks: int = 1) -> Study:
-    baseline = RunConfig(world_size=ranks)
-    candidate = dataclasses.replace(baseline, seed=1)
-    said = {"baseline": base, "twin": base if twin is None else twin, "candidate": other}
-    made = make.sets({"working tree": (candidate, 1.0)}, baseline=baseline, baseline_label="main", count=2)
-    witnessed = [
-        dataclasses.replace(r, witness={"ranks": [{"first_losses": list(said[r.role])} for _ in range(ranks)]})
-        for r in made
-    ]
-    return make.study(witnessed)
+def sides(**losses: Sequence[float]) -> Study:
+    """Sets whose sides gave these first losses, by role."""
+    made = make.sets({"working tree": (RunConfig(seed=1), 1.0)}, baseline_label="main", count=2)
+    witnesses = {role: {"ranks": [{"first_losses": list(found)}]} for role, found in losses.items()}
+    return make.study([dataclasses.replace(r, witness=witnesses[r.role]) for r in made])
 
 
 def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
@@ -283,6 +278,6 @@ def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
         ([], [], [], "not measured", "no loss"),
     ]
     for base, other, twin, verdict, words in rows:
-        said, why = first_losses(sides(base, other, twin))
+        said, why = first_losses(sides(baseline=base, candidate=other, twin=twin))
         assert said == verdict
         assert words in why

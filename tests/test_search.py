@@ -93,20 +93,6 @@ def test_the_best_is_found_in_a_fraction_of_the_grids_time(kind: str, counts: tu
     assert np.mean(shares) <= 1 / 5
 
 
-def test_a_search_that_was_killed_after_any_set_goes_on_as_if_it_had_not_been() -> None:
-    where, whole, asked = space(2, 2, 3, 2), list[Ratios](), list[list[Cell]]()
-    machine = Machine(3, where, "busy")
-
-    def measure(cells: list[Cell]) -> Ratios:
-        asked.append(cells)
-        return machine.measure(cells)
-
-    run(machine, where, measure, found=whole, most_sets=40)
-    assert len(whole) == len(asked) >= 3
-    for count, cells in enumerate(asked):
-        assert believe(where, whole[:count]).next_cells(machine.cells, lambda _: 1.0, math.inf) == cells
-
-
 def test_each_setting_is_tried_alone_first_and_what_compiles_only_where_there_is_time() -> None:
     where = space(2, 2, 2)
     belief, cells, machine = believe(where, []), list(where.cells), Machine(1, where)

@@ -145,19 +145,10 @@ def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
 def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer turns, also where they were found not to fit after their number was chosen."""
-
-    def together(run: Any) -> None:
-        run.plan = dataclasses.replace(run.plan, turns=40)
-        raise sets._DoesNotFitTogether
-
+    monkeypatch.setattr(Seat, "card_share", 0.8)
     monkeypatch.setattr(sets, "TURNS_ALONE", 1)
-    with monkeypatch.context() as full:
-        full.setattr(Seat, "card_share", 0.8)
-        found = [measured(instrument, short_plan)]
-    monkeypatch.setattr(sets._Set, "together", together)
-    found.append(measured(instrument, dataclasses.replace(short_plan, turns=0)))
-    for records, turns in zip(found, (short_plan.turns, 1), strict=True):
+    for planned, turns in ((short_plan, short_plan.turns), (dataclasses.replace(short_plan, turns=0), 1)):
+        records = measured(instrument, planned)
         assert [(r.status, r.plan.turns, len(r.windows)) for r in records] == [("ok", turns, turns)] * 2
         assert len({w.images for r in records for w in r.windows}) == 1
         assert all(r.stages["start"] > 0 for r in records)

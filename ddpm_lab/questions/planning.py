@@ -374,8 +374,8 @@ def cores_of(
         return [r for r in found if batch in (None, r.config.global_batch_size)]
 
     def answers(record: RunRecord) -> bool:
-        logs = (record.look or {"log_ratios": {}})["log_ratios"]
-        return any(len(values) >= LEAST_SETS for run_id, values in logs.items() if run_id != TWIN)
+        logs = {k: v for k, v in (record.look or {"log_ratios": {}})["log_ratios"].items() if k != TWIN}
+        return any(len(v) >= LEAST_SETS for v in logs.values()) or not (logs or record.config.threads)
 
     known = alike("look") or alike("baseline", "profile")[-1:]
     if target.seconds != 0:  # else what was measured is shown
