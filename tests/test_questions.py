@@ -79,10 +79,7 @@ def test_one_device_measures_one_rank_and_says_why_not_two() -> None:
     assert labels(multi_gpu(setup("1 GPU")))[:2] == [["1 GPU"]] * 2
     assert not any(f.candidates or f.mechanism for f in on_gpu)
     assert mechanism.mechanism
-    assert [(c.device, c.world_size, c.network, c.precision) for c in members(mechanism)] == [
-        ("cpu", 1, "tiny", "fp32"),
-        ("cpu", 2, "tiny", "fp32"),
-    ]
+    assert [(c.device, c.world_size, c.network) for c in members(mechanism)] == [("cpu", n, "tiny") for n in (1, 2)]
 
 
 def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
@@ -128,15 +125,12 @@ def test_settings_that_are_fixed_besides() -> None:
     full = multi_gpu(setup("8 GPUs", "full"))
     for kind in ("strong", "weak"):
         assert [f.baseline.global_batch_size for f in of_kind(full, kind)] == [32, 64, 128, 256, 512]
-    assert {
-        (c.precision, c.loader_workers) for f in torch_compile(setup("8 GPUs", "full")).families for c in members(f)
-    } == {("bf16", 4)}
+    compiled = [c for f in torch_compile(setup("8 GPUs", "full")).families for c in members(f)]
+    assert {(c.precision, c.loader_workers) for c in compiled} == {("bf16", 4)}
     alone = [f for f in workers(setup("64 cores", "full")).families if f.name.startswith("loader alone, ")]
     assert [{c.workload for c in members(f)} for f in alone] == [{LOADER_ALONE}]
     (sizes,) = batch_size(setup("1 GPU", "quick")).families
     assert sizes.search_up_to == 65_536
-    assert all(c.differences(sizes.baseline).keys() <= {"global_batch_size"} for c in members(sizes)), "one search"
-    assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]]
 
 
 @pytest.mark.parametrize(("machine", "precision"), [("8 GPUs", "tf32"), ("2 cores", "fp32")])
