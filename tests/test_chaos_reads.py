@@ -195,6 +195,7 @@ def test_answers_from_ledgers(attack: Any, tmp_path: Path, capsys: pytest.Captur
                     shown.figure()
                     shown.figures()
                     plt.close("all")
+                summary.show(summary.compared(summary.of_study(shown.study, "x")))
             summary.show(summary.compared(summary.of_records(records)))
             capsys.readouterr()
         return len(hit)

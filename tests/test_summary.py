@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import records as make
 from conftest import Call
-from scaled_records import paired
+from scaled_records import family, paired
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.plan import WEAK
+from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
 from ddpm_lab.reports import summary
 from ddpm_lab.reports.summary import ACCURACY, Summary, settings
@@ -91,6 +93,39 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, summary.MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
     assert [*summary.grid([shared])[0].values()][4] == "unknown"
+
+
+def test_strong_and_weak_scaling_of_one_batch_have_their_own_seconds() -> None:
+    one = RunConfig(global_batch_size=16)
+    how: dict[str, Any] = {"baseline": one, "baseline_label": "1 rank", "experiment": "multi_gpu"}
+    strong = make.sets({"2 ranks": (replace(one, world_size=2), 1.5)}, family="tiny, batch 16", **how)
+    twice = replace(one, world_size=2, global_batch_size=32)
+    weak = make.sets({"2 ranks": (twice, 1.6)}, family=f"tiny, batch 16 per rank{WEAK}", count=4, seed=2, **how)
+    alone = [run.seconds for found in (strong, weak) for run in summary.of_study(make.study(found), "")]
+    assert [run.seconds for run in summary.of_study(make.study([*strong, *weak]), "")] == alone
+
+
+def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
+    """Times that drift between sets give another ratio of means than of pairs."""
+    answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
+    shown = {(r.family, r.ranks): r for r in scaling_rows(answer) if r.role != "twin"}
+    for run in summary.of_study(answer, "ledger.jsonl"):
+        of = shown[run.configuration or "", run.ranks or 0]
+        windows = [w for r in answer.records if (r.family, r.role) == (of.family, of.role) for w in r.windows]
+        assert run.seconds == pytest.approx(sum(w.seconds for w in windows))
+        assert run.epoch_seconds == of.projected_seconds
+        assert run.speed_up == (of.ratio.value if of.ranks > 1 else None)
+        assert run.rating == ("" if of.ranks == 1 else "good" if "weak" in of.family else "overhead")
+    base = RunConfig(global_batch_size=32)
+    two = replace(base, world_size=2, global_batch_size=64)
+    found = make.sets({"2 ranks": (two, 1.2)}, baseline=base, baseline_label="1 rank", experiment="multi_gpu")
+    tried = make.trials({"2 ranks": (two, 0.01)}, baseline=base, seed_noise=0, pair_noise=0)
+    runs = summary.of_study(replace(make.study(found), trials=tuple(tried)), "")
+    assert [run.loss for run in runs] == [pytest.approx(0.35), pytest.approx(0.36)]
+    runs = summary.of_study(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
+    assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
+    hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
+    assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------

@@ -148,7 +148,14 @@ def summary(options: argparse.Namespace) -> int:
     sources = [expanded(source) for source in options.sources or [output_folder(None) / LEDGER]]
     if options.only is not None or (len(sources) == 2 and all(s.is_dir() or s.suffix == ".toml" for s in sources)):
         return _difference(options, sources)
-    rows = runs.compared([row for source in sources for row in _rows(source, options.machine)])
+    rows, apart = list[runs.Summary](), list[runs.Summary]()
+    for source in sources:
+        if source.suffix == ".jsonl":
+            study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
+            rows += runs.of_study(study, str(source))
+        else:
+            apart += [_row(source)] if source.is_dir() else runs.read_log(source)
+    rows += runs.compared(apart)
     runs.show(rows, csv=options.csv, as_json=options.json)
     if not any(row.found for row in rows):
         say("ddpm-lab: no record of multi_gpu, and no log of train: ddpm-lab run multi_gpu makes some", error=True)
@@ -159,14 +166,6 @@ def summary(options: argparse.Namespace) -> int:
 def _row(folder: Path) -> runs.Summary:
     """The run in a folder of ``train``; of which job nobody has noted."""
     return replace(runs.of_training(_settings(folder)[0], folder, None), log=str(folder), job_id=None)
-
-
-def _rows(source: Path, machine: str | None = None) -> list[runs.Summary]:
-    """The runs in a log, those of multi_gpu in a ledger, or the one in a folder of ``train``."""
-    if source.suffix == ".jsonl":
-        study = experiments.run("multi_gpu", ledger=source, machine=machine).study
-        return [replace(run, log=str(source)) for run in runs.of_records([*study.records, *study.trials])]
-    return [_row(source)] if source.is_dir() else runs.read_log(source)
 
 
 def _difference(options: argparse.Namespace, sources: Sequence[Path]) -> int:

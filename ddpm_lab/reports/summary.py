@@ -23,10 +23,13 @@ from ddpm_lab.declared import reader
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
+from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.output import say
+from ddpm_lab.plan import scaling
+from ddpm_lab.questions import multi_gpu
 from ddpm_lab.record import Amount, Count, Machine, RunRecord, crowded_sets
 from ddpm_lab.training.run_folder import name_of, trained
 
@@ -134,6 +137,28 @@ def of_records(records: Iterable[RunRecord]) -> list[Summary]:
             by_run[r.run_id].append(dataclasses.replace(r, windows=()) if r.set_id in lost else r)
     found = [(_of_run(run[0].config, run), any(r.set_id in lost for r in run)) for run in by_run.values()]
     return [dataclasses.replace(s, note=phrases.DISTURBED) if busy and s.seconds is None else s for s, busy in found]
+
+
+def of_study(study: Study, source: str) -> list[Summary]:
+    """The runs of a study of ``multi_gpu``, with their paired speed-ups; ``source`` is the ledger."""
+    found = [r for r in multi_gpu.scaling_rows(study) if r.role in ("baseline", "candidate")]
+    return [dataclasses.replace(_paired(study, r, found), log=source) for r in found]
+
+
+def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
+    kind = (row.run_id, row.role, row.baseline_id, scaling(row.family))  # a family may be called otherwise by now
+    mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, scaling(r.family)) == kind]
+    beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
+    trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
+    told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
+    notes, gain = [told.note, multi_gpu.layout(row.config)], dict[str, Any]()
+    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
+    if row.role == "candidate" and row.sets:
+        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
+        gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
+        notes += [f"{phrases.evidence(row.ratio)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+    gain |= {"epoch_seconds": row.projected_seconds if told.seconds else None, "job_id": _job(mine)}
+    return dataclasses.replace(told, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
 
 
 def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
