@@ -16,7 +16,6 @@ from ddpm_lab.checks import ConfigError, missing_to_explain
 from ddpm_lab.cli.options import COMMON, Command, asked, given, refuse_others, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
-from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.output import say
@@ -68,7 +67,7 @@ def figures(options: argparse.Namespace) -> int:
         if not (found := published.publish(files, options.machine, output)):
             say("the records are published, and no figure: README.md and docs show none of this machine", error=True)
     else:
-        found = published.rebuild(files, options.machine, output, options.bands or DEFAULT)
+        found = published.rebuild(files, options.machine, output)
     rows = [table.values({"figure": str(path), **asdict(finding), "claim": finding.claim}) for path, finding in found]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
@@ -208,7 +207,7 @@ COMMANDS = {
     "figures": Command(
         figures,
         "figures --ledger ledger.jsonl",
-        "ledger machine bands output-dir publish check json",
+        "ledger machine output-dir publish check json",
         {
             "ledger": "records to read (default: your own ledger)",
             "output-dir": "folder that receives image_output/ (default: this checkout)",

@@ -20,8 +20,6 @@ from PIL import Image, ImageFilter
 
 from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.explain import selection
-from ddpm_lab.explain.bands import DEFAULT
-from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.selection import LOOK, RECOMMENDATION, Study, study
@@ -39,16 +37,12 @@ FIGURES = Path("image_output", "published")
 AGAIN = "run ddpm-lab figures --publish"
 
 
-def rebuild(
-    ledgers: Sequence[Path], machine: str | None, output: Path, bands: object = DEFAULT
-) -> list[tuple[Path, Finding]]:
+def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
     """Draw every figure that the records of one machine allow into ``image_output/``; return them with findings.
 
-    ``bands`` name parallel efficiencies. Raises ConfigError where they are no table (see ``explain.bands``), and
-    LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none is
-    named.
+    Raises LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none
+    is named.
     """
-    table = bands_called(bands)
     records, damaged = read_all(ledgers, lambda heads: selection.with_looks(_shown(heads, machine), heads))
     if not records:
         raise LedgerError(
@@ -56,8 +50,7 @@ def rebuild(
             "commands measured they draw themselves, when given again"
         )
     selection.note(damaged)
-    studies = [dataclasses.replace(s, bands=table) for s in _studies(records, output, machine, CHECKOUT)]
-    return _draw(studies, output / "image_output")
+    return _draw(_studies(records, output, machine, CHECKOUT), output / "image_output")
 
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
