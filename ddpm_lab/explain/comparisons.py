@@ -269,19 +269,16 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
-    measured = set[tuple[str, ...]]()
+    measured = {(r.family, r.config.data_sha256, r.label) for r in records if r.role in ("baseline", "candidate")}
     for r in records:
-        if r.role in ("baseline", "candidate"):
-            measured |= {(r.family, r.run_id), (r.family, r.config.data_sha256, r.label)}
         if r.role == "baseline":
             baselines[r.family][r.baseline_id] = r.config
     for r in records:
         baseline_id = r.baseline_id
         if r.role == "note":
-            # A note without a configuration of its own carries the baseline's.
-            own, known = r.run_id != r.baseline_id, baselines[r.family]
-            if (own and (r.family, r.run_id) in measured) or (r.family, r.config.data_sha256, r.label) in measured:
+            if (r.family, r.config.data_sha256, r.label) in measured:
                 continue
+            known = baselines[r.family]
             if known and baseline_id not in known:
                 baseline_id = next(reversed(known))
         groups[r.family, baseline_id].append(r)
