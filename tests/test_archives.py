@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -106,22 +105,6 @@ def test_members_that_point_outside_are_refused(tmp_path: Path) -> None:
     assert everything_under(tmp_path) <= {"a.tar.gz", "inner", "inner/out", "inner/out/train", "inner/out/test"}
 
 
-def test_a_7z_whose_header_names_a_path_outside_writes_nothing_there(tmp_path: Path) -> None:
-    """No library writes such a header, so its bytes are edited in the file."""
-    source = tmp_path / "a.7z"
-    with py7zr.SevenZipFile(source, "w") as archive:
-        archive.set_encoded_header_mode(False)
-        archive.writestr(png(generate(1)[0]), "aaaescape.png")
-    content = bytearray(source.read_bytes().replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
-    # The checksums of the (plain) header and of the start header are made true again.
-    offset, size = (int.from_bytes(content[i : i + 8], "little") for i in (12, 20))
-    content[28:32] = crc32(content[32 + offset : 32 + offset + size]).to_bytes(4, "little")
-    content[8:12] = crc32(content[12:32]).to_bytes(4, "little")
-    source.write_bytes(content)
-    refused(source, tmp_path / "inner", "points outside")
-    assert not (tmp_path / "escape.png").exists()
-
-
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
         info = tarfile.TarInfo("data_batch_1")
@@ -139,22 +122,19 @@ def test_links_and_devices_are_refused(tmp_path: Path) -> None:
 def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("MAX_TAR_BYTES", 2**20), ("MAX_TOTAL_BYTES", 2**20), ("MAX_FILES", 2)):
         monkeypatch.setattr(archives, name, limit)
-    sparse, metadata = (tarfile.TarInfo("data_batch_1") for _ in range(2))
+    sparse = tarfile.TarInfo("data_batch_1")
     sparse.type = tarfile.GNUTYPE_SPARSE  # a size that the file does not hold; the reader would make up the rest
     header = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
     header[483:495] = b"%011o\0" % 2**30
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
-    metadata.type, metadata.size = tarfile.XHDTYPE, 2**30  # which the reader would take into memory whole
-    for content in (bytes(header) + bytes(1024), metadata.tobuf() + bytes(2**22)):
-        (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
-        refused(tmp_path / "a.tar.gz", tmp_path / "out", r"limit of 1\.0 MiB|without a size")
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(bytes(header) + bytes(1024)))
+    refused(tmp_path / "a.tar.gz", tmp_path / "out", "without a size")
     back = bytearray(tarfile.TarInfo("b").tobuf(tarfile.GNU_FORMAT))
     back[124:136] = b"\xff" + (256**11 - 512).to_bytes(11, "big")  # to its own header, again and again
     back[148:156] = b"%06o\0 " % (sum(back[:148]) + 8 * 32 + sum(back[156:]))
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(bytes(back) + bytes(1024)))
     refused(tmp_path / "a.tar.gz", tmp_path / "out", "damaged|limit of")
-    for name in ("data_batch_1", "readme.html"):
-        refused(make_tar(tmp_path / "a.tar.gz", {name: bytes(2**22)}), tmp_path / "out", r"limit of 1\.0 MiB")
+    refused(make_tar(tmp_path / "a.tar.gz", {"readme.html": bytes(2**22)}), tmp_path / "out", r"limit of 1\.0 MiB")
     bomb = make_7z(tmp_path / "bomb.7z", {"1.png": bytes(2**22)})
     refused(bomb, tmp_path / "out", r"4\.0 MiB, more than the limit of 1\.0 MiB")
     refused(make_7z(tmp_path / "a.7z", {f"{i}.png": b"x" for i in range(3)}), tmp_path / "out", "limit of 2")

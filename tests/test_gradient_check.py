@@ -69,7 +69,6 @@ SOUND: list[dict[str, Any]] = [
 def test_sound_settings_are_as_expected(config: RunConfig, settings: dict[str, Any]) -> None:
     answer = answer_of(dataclasses.replace(config, **settings))
     assert fault(answer) == ""
-    assert max(step["layers"] for step in answer["steps"]) == 70, "a layer without a gradient is not checked"
 
 
 def planted(
@@ -116,7 +115,7 @@ def test_steps_that_the_scaler_skips_are_counted_and_not_judged(config: RunConfi
     answer = checker.compare(steps=6)
     assert answer is not None
     skipped = [step["skipped"] for step in answer["steps"]]
-    assert 0 < sum(skipped) == answer["worst"]["skipped"] < 6
+    assert 0 < sum(skipped) < 6
     assert [step["gradient_error"] is None for step in answer["steps"]] == skipped
     assert fault({**answer, "precision": "fp16"}) == ""
 
@@ -124,13 +123,16 @@ def test_steps_that_the_scaler_skips_are_counted_and_not_judged(config: RunConfi
 def test_gradients_against_known_ones() -> None:
     reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[0.0], [0.5]]), "c": torch.tensor([1e-9])}
     same = compared(list(reference.values()), reference)
-    assert (same["gradient_error"], same["norm_ratio"], same["layers"], same["nonfinite"]) == (0.0, 1.0, 2, 0)
-    assert same["cosine"] == pytest.approx(1)
+    assert (same["gradient_error"], same["worst_layer"], same["nonfinite"]) == (0.0, {"name": "a", "error": 0.0}, 0)
     none = compared([torch.zeros_like(g) for g in reference.values()], reference)
-    assert (none["gradient_error"], none["norm_ratio"], none["cosine"]) == (1.0, 0.0, 0.0)
+    assert none["gradient_error"] == 1.0
     wrong = compared([reference["a"], -reference["b"].reshape(2), torch.tensor([7e-9])], reference)
-    assert wrong["worst_layer"] == {"name": "b", "error": 2.0, "cosine": -1.0}
+    assert wrong["worst_layer"] == {"name": "b", "error": 2.0}
     assert wrong["gradient_error"] == pytest.approx(1 / 25.25**0.5)
+
+
+def worst(answer: dict[str, Any], name: str) -> float:
+    return max(float(step[name]) for step in answer["steps"])
 
 
 @pytest.mark.slow
@@ -148,13 +150,13 @@ def test_two_ranks_are_as_expected_and_what_they_exchange_is_what_is_compared(
         return answer
 
     together, bf16, fp16 = (checked(ExchangeConfig(hook=hook)) for hook in ("none", "bf16", "fp16"))
-    assert together["worst"]["ranks_error"] == bf16["worst"]["ranks_error"] == fp16["worst"]["ranks_error"] == 0
+    assert {step["ranks_error"] for found in (together, bf16, fp16) for step in found["steps"]} == {0}
     assert fault(together) == fault(bf16) == ""
     assert fault({**bf16, "hook": "none"}), "nothing was rounded"
-    assert fp16["worst"]["gradient_error"] < bf16["worst"]["gradient_error"] / 3
-    assert bf16["worst"]["loss_error"] < 1e-6
+    assert worst(fp16, "gradient_error") < worst(bf16, "gradient_error") / 3
+    assert worst(bf16, "loss_error") < 1e-6
     alone = checked(ExchangeConfig(enabled=False))
-    assert alone["worst"]["gradient_error"] > 0.1
+    assert worst(alone, "gradient_error") > 0.1
     assert "the gradients of two ranks differ" in fault(alone)
 
 
@@ -165,17 +167,16 @@ def told(
     gradient: float | None = 0.0, *, loss: float | None = 0.0, layer: float = 0.0, skipped: bool = False, **values: Any
 ) -> dict[str, Any]:
     """One step of an answer, off by so much."""
-    known: dict[str, Any] = {"gradient_error": gradient, "ranks_error": 0.0, "cosine": 1.0, "norm_ratio": 1.0}
-    known["worst_layer"] = {"name": "stem.bias", "error": layer, "cosine": 1.0}
+    known: dict[str, Any] = {"gradient_error": gradient, "ranks_error": 0.0}
+    known["worst_layer"] = {"name": "stem.bias", "error": layer}
     if skipped or gradient is None:
         known = dict.fromkeys(known)
     return {"step": 10, "loss": 0.8, "loss_error": loss, "skipped": skipped, "nonfinite": 0, **known, **values}
 
 
-def made(*steps: dict[str, Any], precision: str = "fp32", loss: str = "l2", nonfinite: int = 0) -> dict[str, Any]:
+def made(*steps: dict[str, Any], precision: str = "fp32", loss: str = "l2") -> dict[str, Any]:
     """An answer."""
-    worst = {"nonfinite": nonfinite, "skipped": sum(s["skipped"] for s in steps)}
-    return {"precision": precision, "loss": loss, "steps": list(steps), "worst": worst}
+    return {"precision": precision, "loss": loss, "steps": list(steps)}
 
 
 LOSS, GRADIENT, LAYER = range(3)
@@ -196,6 +197,6 @@ def test_a_layer_alone_keeps_nobody_from_training_and_what_cannot_be_judged_does
     assert fault(one_layer, layers=False) == "", "trials say what one layer costs"
     assert fault(made(told(), told(ranks_error=1e-3), precision="bf16"))
     assert fault(made(told(skipped=True), told(skipped=True)))
-    for found in (made(told(None, nonfinite=9), nonfinite=9), made(told(loss=None)), made(told(ranks_error=None))):
+    for found in (made(told(None, nonfinite=9)), made(told(loss=None)), made(told(ranks_error=None))):
         assert fault(found, layers=False)
     assert not fault(made(told(skipped=True), told(1e-3), precision="fp16")), "skipped steps are not judged"

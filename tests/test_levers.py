@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fresh_processes import context
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.unet import NETWORKS
@@ -94,41 +93,6 @@ def test_the_kernel_of_attention_is_chosen_and_witnessed(config: RunConfig) -> N
         assert losses == pytest.approx(plain, rel=1e-4)
         assert mismatches(chosen, [rank_of(trainer)]) == []
         assert mismatches(config, [rank_of(trainer)]) == [f"the label says attention , rank 0 ran with {name}"]
-
-
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names of the operators that run meanwhile, those of the backward pass too."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names = set[str]()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.names.add(operator.overloadpacket.__name__)
-        return operator(*args, **(kwargs or {}))
-
-
-def synchronisations(config: RunConfig) -> set[str]:
-    """Operators of a step that wait for a value: on a GPU each would wait for the device.
-
-    Without those of Adam: on a CPU it reads its counters of steps, which lie in the host's memory; on a GPU in its own.
-    """
-    trainer, _ = trained(config, 2)
-    batch = next(trainer.batches())
-    trainer.optimizer.step = lambda: None  # type: ignore[assignment,method-assign,misc]
-    with Operators() as seen:
-        trainer.step(batch)
-    names: set[str] = seen.names
-    return names & {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
-
-
-def test_a_step_waits_for_nothing(config: RunConfig) -> None:
-    levers: list[dict[str, Any]] = [{"kernels": "fused"}, {"precision": "bf16", "accumulation": 2}]
-    for lever in levers:
-        assert synchronisations(dataclasses.replace(config, **lever)) == set()
-    # Or nothing would be seen of them.
-    assert "_local_scalar_dense" in synchronisations(dataclasses.replace(config, read_loss=True))
 
 
 @pytest.mark.gpu

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fresh_processes import DoublePrecision, context, gradients
+from fresh_processes import context
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
@@ -225,20 +224,6 @@ def test_a_step_is_the_plain_algorithm(usual: RunConfig, decays: tuple[float, fl
     torch.testing.assert_close(weights(trainer.network), weights(network), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights(trainer.ema), torch.cat([a.reshape(-1) for a in averaged]), rtol=1e-4, atol=1e-6)
     assert trainer.witness()["ema_warmup"] is warmed
-
-
-@pytest.mark.slow
-def test_two_ranks_equal_one_on_the_same_global_batch(usual: RunConfig, tmp_path: Path) -> None:
-    run = dataclasses.replace(usual, accumulation=2, optimizer=OptimizerConfig(clip_norm=None))
-    given = (run, str(tmp_path), DoublePrecision)
-    groups: list[Any] = [start_processes(gradients, (n, *given), n, join=False) for n in (1, 2)]  # type: ignore[no-untyped-call]
-    for group in groups:
-        while not group.join():
-            """It waits for one of several."""
-    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-10)
-    assert one["gradient"].dtype == torch.float64
-    assert float((one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()) < 1e-9
 
 
 def test_loaders_train_to_identical_weights(usual: RunConfig, data: Path) -> None:

@@ -65,7 +65,7 @@ class GradientCheck(Trainer):
             ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
             with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (L2 norm of the difference between a
             rank's gradient and rank 0's over that of rank 0's, at its largest) and ``skipped`` (by the gradient scaler;
-            what is computed from the gradient is then None); ``worst``, the worst of these over all steps.
+            what is computed from the gradient is then None).
         """
         config = self.config
         alone, exact = replace(self.context, rank=0, world_size=1), None
@@ -76,7 +76,7 @@ class GradientCheck(Trainer):
             return None
         exact.close()
         told = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
-        return {**told, "steps": found, "worst": worst(found)}
+        return {**told, "steps": found}
 
     def _compare(self, batch: Batch, exact: Trainer | None) -> dict[str, Any]:
         """Train one step; what is told of it is of use on rank 0, which has the ``exact`` trainer."""
@@ -138,48 +138,23 @@ def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor])
     """A gradient against its reference, layer by layer in the same order, in double precision.
 
     Returns:
-        ``gradient_error`` (the L2 norm of the difference over that of the reference), ``cosine`` and ``norm_ratio``
-        (its norm over the reference's) of the whole gradient; ``worst_layer`` (``name``, ``error``, ``cosine``), by
-        error, of the ``layers`` whose gradient is not negligible; ``nonfinite``, how many values are, also of the
-        reference where the weights are. All but the last are None where there are such values, or no gradient. A cosine
-        with a gradient of zeros is 0.
+        ``gradient_error``, the L2 norm of the difference over that of the reference, of the whole gradient;
+        ``worst_layer`` (``name``, ``error``) of those whose gradient is not negligible; ``nonfinite``, how many values
+        are, also of the reference where the weights are. All but the last are None where there are such values, or no
+        gradient.
     """
     nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values())) if gradient else 0
     if nonfinite or gradient is None:
-        missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
-        return {**missing, "nonfinite": nonfinite}
-    sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)])
-    least = NEGLIGIBLE**2 * float(sums[:, 3].max())
-    kept = {name: _errors(row) for name, row in zip(reference, sums, strict=True) if row[3] > least}
-    layers = [{"name": name, "error": error, "cosine": cosine} for name, (error, cosine, _) in kept.items()]
-    worst_layer = max(layers, key=operator.itemgetter("error"), default=None)
-    whole = dict(zip(("gradient_error", "cosine", "norm_ratio"), _errors(sums.sum(0)), strict=True))
-    return {**whole, "layers": len(layers), "worst_layer": worst_layer, "nonfinite": 0}
-
-
-def _sums(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Squared norm of the difference, inner product, and both squared norms: (4,), float64."""
-    a, b = mine.double().reshape(theirs.shape), theirs.double()
-    return torch.stack([(a - b).square().sum(), (a * b).sum(), a.square().sum(), b.square().sum()])
-
-
-def _errors(sums: Tensor) -> tuple[float | None, float, float | None]:
-    """Error, cosine and ratio of the norms, from the sums of ``_sums``; None without a reference."""
-    difference, product, mine, theirs = sums.tolist()
-    cosine = product / math.sqrt(mine * theirs) if mine and theirs else 0.0
-    return (math.sqrt(difference / theirs), cosine, math.sqrt(mine / theirs)) if theirs else (None, cosine, None)
-
-
-def worst(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The worst over steps of what ``compare`` found; None where no step has a number."""
-    known = {name: [s[name] for s in steps if s[name] is not None] for name in steps[0]}
-    return {
-        **{name: max(known[name], default=None) for name in ("loss_error", "gradient_error", "ranks_error")},
-        "cosine": min(known["cosine"], default=None),
-        "worst_layer": max(known["worst_layer"], key=operator.itemgetter("error"), default=None),
-        "nonfinite": sum(known["nonfinite"]) + sum(s["loss"] is None for s in steps),
-        "skipped": sum(known["skipped"]),
-    }
+        return {"gradient_error": None, "worst_layer": None, "nonfinite": nonfinite}
+    pairs = [(g.double().reshape(r.shape), r.double()) for g, r in zip(gradient, reference.values(), strict=True)]
+    squares = torch.tensor(
+        [[float((g - r).square().sum()), float(r.square().sum())] for g, r in pairs], dtype=torch.float64
+    )
+    least, (off, whole) = NEGLIGIBLE**2 * float(squares[:, 1].max()), squares.sum(0).tolist()
+    errors = {name: math.sqrt(o / w) for name, (o, w) in zip(reference, squares.tolist(), strict=True) if w > least}
+    worst = max(errors.items(), key=operator.itemgetter(1), default=None)
+    worst_layer = worst and {"name": worst[0], "error": worst[1]}
+    return {"gradient_error": math.sqrt(off / whole) if whole else None, "worst_layer": worst_layer, "nonfinite": 0}
 
 
 gradient_check = GradientCheck
