@@ -162,9 +162,6 @@ def make_odd():
     assert workload.witness()["precision"] == "bf16"
 
 
-DDP = "torch.nn.parallel.DistributedDataParallel"
-
-
 def test_a_dataset_is_opened_by_each_worker_for_itself(made: Make) -> None:
     text = """
 import os
@@ -193,7 +190,6 @@ BAD = {
     "5": "DEF) returned int",
     "Training(model=7, data=data(), loss=loss)": "model is int",
     "Training(model=Net(), data=7, loss=loss)": "data is int",
-    f"Training(model={DDP}.__new__({DDP}), data=data(), loss=loss)": "give the module that it wraps",
     "loss=loss, optimizer=torch.optim.SGD(Net().parameters())": "DEF): the optimizer holds none",
     "loss=lambda model, batch: model(batch[0])": "BODY) returned float32 8x10",
     "loss=lambda model, batch: loss(model, batch).detach()": "BODY) returned float32 without a gradient",

@@ -42,7 +42,7 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> Training:
     return training(dataclasses.replace(config, options=options), context(device=device))
 
 
-def advance(trainer: Training, steps: int) -> list[float]:
+def advance(trainer: Trainer, steps: int) -> list[float]:
     return [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
 
 
@@ -177,35 +177,28 @@ def grow(trainer: Training, seed: int) -> None:
 # --- the step of every training ---
 
 
-@pytest.fixture(scope="module")
-def usual(synthetic: RunConfig) -> RunConfig:
-    return synthetic
-
-
-def train(trainer: Trainer, steps: int) -> list[float]:
-    return [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
-
-
 def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
 @pytest.mark.parametrize("decays", [(0.995, 0.995), (2 / 11, 3 / 12)])
-def test_a_step_is_the_plain_algorithm(usual: RunConfig, decays: tuple[float, float]) -> None:
+def test_a_step_is_the_plain_algorithm(synthetic: RunConfig, decays: tuple[float, float]) -> None:
     """Against a loop written from the paper: noise, predict, L2, Adam, clipping, averaged weights."""
     warmed = decays[0] < 0.995
     optimizer = OptimizerConfig(ema_every=2, ema_warmup=warmed)
-    usual = dataclasses.replace(usual, diffusion=DiffusionConfig(loss="l2", schedule="linear"), optimizer=optimizer)
-    trainer = Trainer(usual, context())
-    losses = train(trainer, 4)
+    synthetic = dataclasses.replace(
+        synthetic, diffusion=DiffusionConfig(loss="l2", schedule="linear"), optimizer=optimizer
+    )
+    trainer = Trainer(synthetic, context())
+    losses = advance(trainer, 4)
 
-    torch.manual_seed(usual.seed)
+    torch.manual_seed(synthetic.seed)
     network = build_network("tiny")
     averaged = [p.detach().clone() for p in network.parameters()]
     adam = torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.9, 0.99))
     alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0).float()
     expected = []
-    for step, batch in enumerate(itertools.islice(Trainer(usual, context()).batches(), 4)):
+    for step, batch in enumerate(itertools.islice(Trainer(synthetic, context()).batches(), 4)):
         x0 = batch.images
         noise, t = noise_and_timesteps(0, step, 0, 8, global_batch_size=8, shape=(3, 8, 8), timesteps=1000)
         signal = alpha_bar[t].sqrt()[:, None, None, None]
@@ -226,12 +219,12 @@ def test_a_step_is_the_plain_algorithm(usual: RunConfig, decays: tuple[float, fl
     assert trainer.witness()["ema_warmup"] is warmed
 
 
-def test_loaders_train_to_identical_weights(usual: RunConfig, data: Path) -> None:
-    small = dataclasses.replace(usual, data=str(data), image_size=8, global_batch_size=512)
+def test_loaders_train_to_identical_weights(synthetic: RunConfig, data: Path) -> None:
+    small = dataclasses.replace(synthetic, data=str(data), image_size=8, global_batch_size=512)
     found = set()
     for loader, workers in (("packed", 0), ("files", 2), ("resident", 0)):
         trainer = Trainer(dataclasses.replace(small, loader=loader, loader_workers=workers), context())
-        train(trainer, 5)  # over the end of an epoch, which is within a batch
+        advance(trainer, 5)  # over the end of an epoch, which is within a batch
         said = trainer.witness()
         assert (said["loader"], said["loader_workers"], said["images"]) == (loader, workers, 2_560)
         found.add((trainer.weights_sha256(), said["indices_sha256"]))
@@ -239,39 +232,39 @@ def test_loaders_train_to_identical_weights(usual: RunConfig, data: Path) -> Non
     assert len(found) == 1
 
 
-def test_images_are_mirrored_unless_that_is_turned_off(usual: RunConfig) -> None:
-    batches = [next(Trainer(dataclasses.replace(usual, mirror=m), context()).batches()) for m in (True, False)]
-    stored = open_packed(Path(usual.data)).images[batches[0].indices]
+def test_images_are_mirrored_unless_that_is_turned_off(synthetic: RunConfig) -> None:
+    batches = [next(Trainer(dataclasses.replace(synthetic, mirror=m), context()).batches()) for m in (True, False)]
+    stored = open_packed(Path(synthetic.data)).images[batches[0].indices]
     plain = torch.from_numpy(stored).permute(0, 3, 1, 2) / 127.5 - 1
     equal = [[torch.equal(*pair) for pair in zip(batch.images, plain, strict=True)] for batch in batches]
     assert (any(equal[0]), all(equal[0]), all(equal[1])) == (True, False, True)
 
 
-def test_the_witness_is_not_the_label(usual: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_witness_is_not_the_label(synthetic: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that forgets its autocast is seen, whatever the configuration says."""
-    trainer = Trainer(dataclasses.replace(usual, precision="bf16"), context())
+    trainer = Trainer(dataclasses.replace(synthetic, precision="bf16"), context())
     monkeypatch.setattr("ddpm_lab.training.train.autocast", lambda *_: contextlib.nullcontext())
-    train(trainer, 1)
+    advance(trainer, 1)
     assert trainer.witness()["precision"] == "fp32"
 
 
-def trained_on_a_gpu(usual: RunConfig, precision: str) -> tuple[Trainer, list[float]]:
-    label = dataclasses.replace(usual, device="cuda", precision=precision)
+def trained_on_a_gpu(synthetic: RunConfig, precision: str) -> tuple[Trainer, list[float]]:
+    label = dataclasses.replace(synthetic, device="cuda", precision=precision)
     trainer = Trainer(label, context(device="cuda:0"))
-    return trainer, train(trainer, 30)
+    return trainer, advance(trainer, 30)
 
 
 @pytest.mark.gpu
 @pytest.mark.calls
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
-def test_precisions_on_a_gpu(usual: RunConfig, precision: str) -> None:
-    seen = trained_on_a_gpu(usual, precision)[0].witness()
+def test_precisions_on_a_gpu(synthetic: RunConfig, precision: str) -> None:
+    seen = trained_on_a_gpu(synthetic, precision)[0].witness()
     assert (seen["precision"], seen["autocast_scaler"]) == (precision, precision == "fp16")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
-def test_losses_on_a_gpu_are_finite(usual: RunConfig, precision: str) -> None:
-    assert np.isfinite(trained_on_a_gpu(usual, precision)[1]).all()
+def test_losses_on_a_gpu_are_finite(synthetic: RunConfig, precision: str) -> None:
+    assert np.isfinite(trained_on_a_gpu(synthetic, precision)[1]).all()

@@ -88,11 +88,8 @@ class PixelRows:
                 self._rows[len(own) + start :][: len(part)] = mirrored(part, self.side)
 
     def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """The rows of the images ``indices``, mirrored where ``flips``. Raises IndexError for no such image."""
-        rows = self._row_of[indices]
-        if min(indices.min(), rows.min()) < 0:
-            raise IndexError("an image that is not in this set is asked for: use the plan of this set")
-        found = torch.from_numpy(rows + self._count * flips)
+        """The rows of the images ``indices``, mirrored where ``flips``."""
+        found = torch.from_numpy(self._row_of[indices] + self._count * flips)
         # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
 
@@ -203,8 +200,7 @@ def open_loader(
       perfect data.
 
     Raises DataError where the files that the prepared folder was made from are gone or have changed, Unsupported where
-    the training images do not fit into the device's free memory, and IndexError, perhaps later, for a plan with an
-    image that the array does not hold.
+    the training images do not fit into the device's free memory.
     """
     device = torch.device(device)
     side, own = packed.manifest.image_size, plan.stream.train_indices
