@@ -115,8 +115,6 @@ HOLDER = """
 import os, sys, time
 from ddpm_lab.measure.others import measuring
 os.sched_setaffinity(0, {int(c) for c in sys.argv[1].split(",")})
-if os.getuid() == 0:
-    os.setuid(65534)
 with measuring(lambda text: print(text, flush=True)) as waited:
     print("has it", waited, flush=True)
     sys.stdin.readline()
@@ -127,7 +125,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts processes that measure on some cores, with a lock of the test's own; another user's where that can be."""
+    """Starts processes that measure on some cores, with a lock of the test's own."""
     monkeypatch.setenv(LOCK_VARIABLE, f"ddpm_lab-test-{os.getpid()}")
     with contextlib.ExitStack() as stack:
 
