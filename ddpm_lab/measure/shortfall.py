@@ -112,13 +112,11 @@ class Shortfall:
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
         if decided or (not target.further and looked and self.held.met(*pair) and not 0 < have < LEAST_SETS):
             return 0
-        return max(0, (self._enough(family) if self.timed else target.sets) - new)
-
-    def _enough(self, family: Family) -> int:
-        """Sets that resolve the usual difference by the scatter of this machine; what compares nothing needs few."""
-        if not family.candidates:
-            return LEAST_SETS
-        return sets_that_resolve(RESOLUTION, self.turns(family) or USUAL_TURNS, *self.scatter)
+        enough = target.sets
+        if self.timed:  # what resolves the usual difference by the scatter of this machine; without candidates, a speed
+            turns = self.turns(family) or USUAL_TURNS
+            enough = sets_that_resolve(RESOLUTION, turns, *self.scatter) if family.candidates else LEAST_SETS
+        return max(0, enough - new)
 
     def wanted(self, family: Family) -> list[Row]:
         """Candidates of the next set, which lack most; of a family without candidates the twin."""

@@ -296,7 +296,7 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     """
     ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Planned]()
 
-    def measure(name: str, planned: Planned, seconds: float, *stages: str, yields: bool = False) -> None:
+    def spend(name: str, planned: Planned, seconds: float, *stages: str, yields: bool = False) -> None:
         with _going_on(name, say):
             measured[name] = planned.measure(seconds=seconds, stages=stages, look=False, yields=yields)
             added.append(measured[name].measured_sets)
@@ -307,14 +307,14 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             if planned.campaign.missing():
                 weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
                 left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
-                measure(name, planned, max(LEAST_SECONDS, left), PRIMARY, yields=count < len(asked) - 1)
+                spend(name, planned, max(LEAST_SECONDS, left), PRIMARY, yields=count < len(asked) - 1)
     for name in sorted(measured, key=lambda name: measured[name].campaign.least_seconds()):
         left = ends - time.monotonic()
         if 0 < measured[name].campaign.least_seconds() <= left:
-            measure(name, measured[name], left, PRIMARY)
+            spend(name, measured[name], left, PRIMARY)
     for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
-        measure(name, planned, max(left, 1.0), OTHERS)
+        spend(name, planned, max(left, 1.0), OTHERS)
     date = hardware.environment().date
     for name, done in measured.items():  # all answers are shown at once
         with _going_on(name, say):

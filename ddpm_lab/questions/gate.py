@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,12 @@ def compare_revisions(
                 f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; data that it reads does not count",
             )
-        _refuse_another_instrument(changed, against)
+        if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
+            raise ConfigError(
+                f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
+                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+                "measures alike"
+            )
         baseline = dataclasses.replace(baseline, revision=tree.revision)
         if not quiet:
             more = f" and {len(changed) - 5} more" * (len(changed) > 5)
@@ -98,15 +102,6 @@ def _contents(code: CodeVersion, worktree: Path, root: Path) -> set[tuple[str, s
     modules = {(name, source.sha256) for name, source in code.sources.items()}
     files = {(source.file.replace(f"{worktree}/", f"{root}/"), source.sha256) for source in code.settings}
     return modules | {(os.path.relpath(file, root), sha256) for file, sha256 in files}
-
-
-def _refuse_another_instrument(changed: Sequence[str], against: str) -> None:
-    if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
-        raise ConfigError(
-            f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
-            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-            "measures alike"
-        )
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
