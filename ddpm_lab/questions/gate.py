@@ -84,13 +84,11 @@ def compare_revisions(
         if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
             raise ConfigError(
                 f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
-                "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
-                "measures alike"
+                "ratio: compare with a revision since that change"
             )
         baseline = dataclasses.replace(baseline, revision=tree.revision)
         if not quiet:
-            more = f" and {len(changed) - 5} more" * (len(changed) > 5)
-            named = f"{', '.join(changed[:5]) or 'no module'}{more}"
+            named = ", ".join(changed[:5]) + f" and {len(changed) - 5} more" * (len(changed) > 5) or "no module"
             say(f"{WORKING_TREE} against {against} ({tree.revision}): {named} changed", error=True)
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
