@@ -264,11 +264,8 @@ def summary(study: Study) -> list[str]:
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
         told[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
     rows = [t for t in targets(study, about) if t.status != NO_TARGET]
-    text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
-    for status in (MISSED, UNKNOWN):
-        names = [t.name for t in rows if t.status == status]
-        text += f"; {status}: {phrases.joined(names)}" if names else ""
-    return [*told, f"{text}.", *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
+    told.append(f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met.")
+    return [*told, *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
 
 
 def verdict(about: Subject) -> str:

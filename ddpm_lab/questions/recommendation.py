@@ -341,8 +341,8 @@ class Recommendation:
     """What a search found: ``steps``, the baseline first, of which those up to step ``count`` are recommended.
 
     Up to step ``reach`` they are as fast as they must be; where that is more, trials do not say yet what they cost.
-    ``study`` holds the sets that measured them again; ``short_sets`` had tried so many ``combinations``, and ``tried``
-    says what was left out or failed too.
+    ``study`` holds the sets that measured them again; ``tried`` says what its ``short_sets`` tried,
+    and what was left out or failed.
     """
 
     study: Study
@@ -351,7 +351,6 @@ class Recommendation:
     reach: int
     space: Space
     short_sets: int
-    combinations: int
     tried: str
 
     @property
@@ -403,7 +402,6 @@ def recommendation(study: Study) -> Recommendation | None:
         reach=max(count, _as_far_as(steps, OPEN)),
         space=space,
         short_sets=len(found),
-        combinations=len(seen),
         tried=" ".join(filter(None, tried)),
     )
 
@@ -453,10 +451,9 @@ def _of_search(found: Recommendation) -> Finding:
         if lost := next((r for r in where.records if r.role == "candidate"), None):
             failed = f"Keep the baseline{_for(base)}: {lost.label}, fastest in the search, failed when measured again"
             return plain(where, failed, FAILED, *rest, way_out=_search_command(where, found.space))
-        if not found.combinations or found.short_sets < stats.LEAST_SETS:
+        if found.short_sets < stats.LEAST_SETS:
             none = f"Nothing faster is found yet{_for(base)}, in {phrases.plural(found.short_sets, 'short set')}"
-            said = none if found.combinations else "The search has tried nothing yet"
-            return plain(where, said, stats.TOO_FEW, *rest, way_out=_search_command(where, found.space))
+            return plain(where, none, stats.TOO_FEW, *rest, way_out=_search_command(where, found.space))
         return plain(where, f"Keep the baseline{_for(base)}: a search found nothing faster", ANSWERED, *rest)
     step = found.steps[found.count or found.reach or -1]
     row, judged = step.row, step.row.equivalence
@@ -501,9 +498,6 @@ def steps_table(found: Recommendation) -> Table:
             "Against the step before": phrases.times(step.gain.ratio) if i and step.gain.sets else phrases.DASH,
             "Verdict": step.gain.verdict if i else phrases.DASH,
             "Against the baseline": phrases.times(step.row.ratio) if i else phrases.DASH,
-            "Images/s": phrases.significant(step.row.images_per_second),
-            "Step": phrases.seconds(step.row.step_seconds),
-            "Peak memory": phrases.peak_memory(step.row),
             "Sets": str(step.row.sets),
             "Quality": step.row.quality if i else phrases.DASH,
             "Recommended": "yes" if i == found.count else "",

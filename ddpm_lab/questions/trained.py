@@ -99,7 +99,7 @@ def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     return shown
 
 
-# --- FIDs ------------------------------------------------------------------------------------------------------------
+# --- FIDs -------------------------------------------------------------------------------------------------------------
 
 
 def fid_of(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
