@@ -5,7 +5,7 @@ import re
 
 import pytest
 import records as make
-from scaled_records import TWO, exchanged
+from scaled_records import exchanged
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
@@ -16,7 +16,7 @@ from ddpm_lab.questions.exchange import NO_EXCHANGE, exchange
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])
 def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
-    family, halved = exchange(setup("quick", gpus)).families
+    (family,) = exchange(setup("quick", gpus)).families
     assert family.baseline.world_size == ranks
     assert family.baseline.exchange == ExchangeConfig()
     settings = family.candidates
@@ -27,11 +27,6 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
     assert not dict(settings)[NO_EXCHANGE].exchange.enabled
     assert {config.exchange.hook for _, config in settings} == set(HOOKS)
     assert {config.exchange.nccl for _, config in settings} == (set(NCCL) if gpus else {"default"})
-    twice = halved.baseline
-    assert twice.accumulation == 2
-    assert twice.rank_batch_size // twice.accumulation == family.baseline.rank_batch_size, "half the exchanges an image"
-    ((name, silent),) = halved.candidates
-    assert (name, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
 
 
 def test_settings_for_pcie_leave_each_collective_an_algorithm_and_are_values_that_nccl_takes() -> None:
@@ -47,7 +42,7 @@ def test_settings_for_pcie_leave_each_collective_an_algorithm_and_are_values_tha
 def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
     found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
     sizes = [(f.baseline.world_size, f.baseline.global_batch_size) for f in found]
-    assert sizes == [(2, 16), (2, 32), (4, 16), (4, 32)]
+    assert sizes == [(2, 16), (4, 16)]
     (family,) = exchange(setup("smoke")).families
     assert [name for name, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
     alone = exchange(setup(cores=1))
@@ -57,10 +52,7 @@ def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
 
 
 def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_leads() -> None:
-    twice = dataclasses.replace(TWO, global_batch_size=64, accumulation=2)
-    halved = exchanged(1.9, twice, family="tiny, batch 64, 2 ranks, one exchange in 2", primary="")
-    found = answer(make.study([*exchanged(1.25), *halved])).finding
+    found = answer(make.study(exchanged(1.25))).finding
     assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
-    shorter = [re.findall(r" (\d+)\.\d % shorter", note) for note in found.notes[:2]]
-    assert shorter in ([["19"], ["47"]], [["20"], ["47"]])
+    assert re.search(r" (19|20)\.\d % shorter", found.notes[0])
     assert "% shorter" not in answer(make.study(exchanged(1.0))).finding.claim

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import ExchangeConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.comparisons import comparisons
@@ -39,8 +38,6 @@ def exchange(
     """What is each setting of the exchange worth, and what does the exchange cost at all?
 
     Two ranks, on a GPU as many as there are; ``smoke`` measures the first two settings. NCCL's settings need GPUs.
-    One exchange in 2 micro-batches halves the updates of weights too, so no ratio to the default says what it is worth:
-    what the exchange costs there is measured against the same steps without it, last.
     """
     usual = [setup.most_ranks] if setup.device == "cuda" else [2]
     asked = setup.world_sizes(world_sizes, [n for n in usual if n > 1])
@@ -48,29 +45,21 @@ def exchange(
         raise ConfigError("world_sizes has 1, and one rank exchanges nothing: give 2 or more")
     format_ = f", {precision}" * (precision != "fp32")
     able = [label for label, changes in _SETTINGS.items() if setup.device == "cuda" or "nccl" not in changes]
+    able = able[: 2 if setup.preset == "smoke" else None]
     families, left_out = [], []
     for ranks in asked:
         batch = setup.batch_size(global_batch_size, ranks)
         base = setup.config(global_batch_size=batch, world_size=ranks, precision=precision)
-        settings = able[: 2 if setup.preset == "smoke" else None]
-        families.append(_family(f"{setup.family_name(batch, ranks)}{format_}", base, settings, primary="bf16 hook"))
-        if setup.preset != "smoke":
-            # The same micro-batches, two to a step: half as many exchanges for equal images.
-            twice = replace(base, global_batch_size=2 * batch, accumulation=2)
-            name = f"{setup.family_name(2 * batch, ranks)}{format_}, one exchange in 2 micro-batches"
-            families.append(_family(name, twice, [NO_EXCHANGE]))
+        changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in able)
+        how: dict[str, Any] = {"baseline_label": BASELINE, "candidates": changed, "primary": "bf16 hook"}
+        families.append(Family(name=f"{setup.family_name(batch, ranks)}{format_}", baseline=base, **how))
     if not families:
         batch = setup.batch_size(global_batch_size)
         base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1) + format_
-        families.append(_family(name, base, (), setup.ranks_label(1), mechanism=True))
+        one = setup.ranks_label(1)
+        families.append(Family(name=name, baseline=base, baseline_label=one, candidates=(), mechanism=True))
         left_out.append((name, setup.ranks_label(2), setup.why_alone))
     return Experiment(name="exchange", families=tuple(families), left_out=tuple(left_out))
-
-
-def _family(name: str, base: RunConfig, settings: Sequence[str], label: str = BASELINE, **values: Any) -> Family:
-    """Ranks as by default, and each of the ``settings`` alone."""
-    changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings)
-    return Family(name=name, baseline=base, baseline_label=label, candidates=changed, **values)
 
 
 def answer(study: Study) -> Answer:

@@ -136,7 +136,6 @@ def costs(study: Study) -> Figure | None:
     shown = [(c, rows) for c in comparisons(study) if c.role == "candidate" and (rows := _bars(study, c))]
     if not shown:
         return None
-    counted = dict.fromkeys(words for c, _ in shown if (words := counters(study, c.run_id)))
     return bars(
         [Panel(heading=c.family, rows=rows) for c, rows in shown],
         title="What a run costs beside its steps",
@@ -144,7 +143,7 @@ def costs(study: Study) -> Figure | None:
         label="seconds",
         names=dict(zip(STAGES.values(), charts.SERIES, strict=False)),
         note="Median of each stage over the groups measured; timed steps last as long as the plan of a set says, and a "
-        f"cold compile is measured without them.{f' Witnessed: {phrases.joined(list(counted))}.' if counted else ''}",
+        "cold compile is measured without them.",
     )
 
 
