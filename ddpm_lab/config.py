@@ -311,7 +311,9 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        values = dataclasses.asdict(self)
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name, kind in PARTS:
+            values[name] = {f.name: getattr(values[name], f.name) for f in dataclasses.fields(kind)}
         values["options"] = dict(self.options)
         values["optimizer"]["betas"] = list(self.optimizer.betas)
         return values

@@ -190,7 +190,7 @@ def _listed(read: Reader, values: Any, place: str) -> tuple[Any, ...]:
 def _tuple(kinds: Sequence[Any], reads: Sequence[Reader], opt: Opt | None, values: Any, place: str) -> tuple[Any, ...]:
     _expected((list, tuple), values, place)
     if kinds[-1] is ...:
-        plain = kinds[0] in PLAIN and all(type(v) is kinds[0] for v in values)  # thousands of seconds
+        plain = kinds[0] in PLAIN and {*map(type, values)} <= {kinds[0]}  # thousands of seconds
         if plain and (not opt or not values or all(opt.allows(kinds[0], f(values)) for f in (min, max, sum))):
             return tuple(values)
         return tuple(reads[0](v, f"{place}[{i}]") for i, v in enumerate(values))

@@ -212,6 +212,11 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:
     """The trials of every machine whose records are published: what they say of quality holds elsewhere too."""
     files = sorted((output / PUBLISHED).glob("*.jsonl"))
-    lines = ((file, n, line) for file in files for n, line in enumerate(file.read_bytes().split(b"\n"), 1))
-    # Told by their text, since most of these megabytes are windows of other records.
-    return tuple(_read(_record, (line for line in lines if b'"role":"quality"' in line[2]))[0])
+    return tuple(trial for file in files for trial in _trials_of(file, file.stat().st_mtime_ns))
+
+
+@lru_cache
+def _trials_of(file: Path, _changed: int) -> list[RunRecord]:
+    """Told by their text, since most of these megabytes are windows of other records."""
+    lines = ((file, n, line) for n, line in enumerate(file.read_bytes().split(b"\n"), 1))
+    return _read(_record, (line for line in lines if b'"role":"quality"' in line[2]))[0]

@@ -176,6 +176,7 @@ def _visible() -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+@cache
 def package_version(package: str) -> str:
     """Installed version of a distribution, or the empty string."""
     try:
