@@ -139,47 +139,6 @@ def test_training_and_sampling(fake: Fake, tmp_path: Path, data: Path) -> None:
     assert len(list(checkpoint.with_suffix("").glob("*.png"))) == 4
 
 
-AWAY = """
-import torch
-
-def step():
-    model = torch.nn.Linear(8, 8, device="cuda:1")
-    while True:
-        yield model(torch.ones(4, 8, device="cuda:1")).sum().backward()
-
-def taught():
-    waits, real = [], torch.cuda.synchronize
-    torch.cuda.synchronize = lambda device: waits.append(torch.device(device).index) or real(device)
-    student = torch.nn.Linear(8, 8, device="cuda:0")
-    teacher = torch.nn.Linear(800, 800, device="cuda:1")
-    while True:
-        yield waits.count(1)
-"""
-REFUSED = """
-from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.group import Group, GroupFailed
-if __name__ == "__main__":
-    for name in ("taught", "step"):
-        with Group(RunConfig(workload=f"away:{name}", device="cuda", global_batch_size=1), threads=1) as group:
-            group.window(settle=1, steps=2, limit=60, stage="testing")
-            print(group.advance(1, 60)[0]["losses"])
-            try:
-                group.witness()
-            except GroupFailed as failed:
-                print(failed.reason)
-"""
-
-
-def test_all_gpus_of_a_loop_are_waited_for_and_one_that_is_not_its_ranks_alone_is_refused(
-    fake: Fake, tmp_path: Path
-) -> None:
-    (tmp_path / "away.py").write_text(AWAY)
-    (tmp_path / "refused.py").write_text(REFUSED)
-    waits, *refused = fake.python(tmp_path / "refused.py", devices=2).splitlines()
-    assert waits == "[2.0]"  # before and after a window
-    assert "away:step computes on cuda:1, and its rank on cuda:0" in refused[-1]
-
-
 def test_gpu_tests_that_look_at_no_value(fake: Fake) -> None:
     files = [str(file) for file in HERE.glob("test_*.py") if "pytest.mark.calls" in file.read_text()]
     said = fake.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "calls", *files)

@@ -116,15 +116,6 @@ def test_what_compiled_has_ended_before_others_are_timed() -> None:
         assert not any("compile_worker" in command for command in helpers())
 
 
-@pytest.mark.slow
-def test_peak_memory_is_the_ranks_own_and_not_its_parents() -> None:
-    """The kernel's ru_maxrss goes through fork and exec; a parent that holds much would be in every rank's peak."""
-    held = bytearray(b"x") * (1 << 30)
-    with group(busy_config()) as g:
-        (summary,) = g.finish()
-    assert psutil.Process().memory_info().rss > len(held) > summary["peak_rss_bytes"]
-
-
 FAULTS = {
     "raise": ("crashed", "rank 1: RuntimeError: planted fault"),
     "end of file": ("crashed", "rank 1: EOFError: planted end of a file"),

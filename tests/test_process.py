@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,12 +21,13 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import process
 from ddpm_lab.measure.process import BEAT, Heartbeat, kill_group
-from ddpm_lab.measure.rank import make_workload
+from ddpm_lab.measure.rank import Rank, make_workload
 from ddpm_lab.workload import RankContext
 
 WRITER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from ddpm_lab.measure.process import Heartbeat
 beat, end = Heartbeat(Path(sys.argv[1])), time.monotonic() + 0.5
 while time.monotonic() < end:
@@ -127,3 +129,20 @@ def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_
     for function, words in functions:
         with pytest.raises(TypeError, match=words):
             make(function)
+
+
+def test_all_gpus_of_a_rank_are_waited_for_and_one_that_is_not_its_own_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: dict[int, int] = {1: 5}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: held.get(gpu, 0))
+    rank = object.__new__(Rank)
+    rank.cuda, rank.device, rank.job = True, "cuda:0", SimpleNamespace(config=CONFIG)  # type: ignore[assignment]
+    rank._find_gpus()
+    assert rank.gpus == [0, 1]
+    with pytest.raises(RuntimeError, match="computes on cuda:1, and its rank on cuda:0"):
+        rank._check_place()
+    held[0] = 1
+    rank._check_place()

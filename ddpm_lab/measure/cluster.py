@@ -39,7 +39,6 @@ JOIN_SECONDS = 120.0  # how long processes wait for each other, whose imports ma
 BEAT_SECONDS = 1.0
 LOST_BEATS = 4  # of silence, and a process is lost; the leader is waited for longer
 STORE_SECONDS = 12.0  # a store that answers more slowly has gone: a name look-up may stall it for 5 s
-STACK_SECONDS = 3.0
 LOOK_SECONDS = 0.6  # how long is looked at what others take of the cores, before training and sampling
 
 
@@ -277,7 +276,6 @@ class RemoteRank:
         self.ears = [channel.ear]  # ready when the rank speaks or ends
         self.report: dict[str, Any] = {}  # what the rank measured by its latest command
         self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
-        self._log: str | None = None
         self._ending: Ending | None = None
         fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
         fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
@@ -298,7 +296,6 @@ class RemoteRank:
             if message.get("group") != self.group:
                 continue  # of a group that has been killed since
             self._life, self._heard = Life(*message["life"]), time.monotonic()
-            self._log = message.get("log", self._log)
             if "ending" in message:
                 # From how long ago it was there: the clocks of two hosts have nothing in common.
                 ending = Ending(*message["ending"])
@@ -321,15 +318,9 @@ class RemoteRank:
 
     def log(self) -> str:
         """The end of what the rank printed, as far as it is known here."""
-        return self._ending.detail if self._ending else self._log or ""
+        return self._ending.detail if self._ending else ""
 
-    def stack(self) -> str:
-        """The rank's log with the stacks of its threads; what is known without them where nobody answers."""
-        self._log, deadline = None, time.monotonic() + STACK_SECONDS
-        self.channel.send(do="stack", group=self.group)
-        while self.ending() is None and self._log is None and (left := deadline - time.monotonic()) > 0:
-            connection.wait(self.ears, left)
-        return self.log()
+    stack = log
 
     def kill(self) -> None:
         """Have the rank killed; nobody waits for it, since what its process is sent next comes after that."""
@@ -383,8 +374,6 @@ def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel) -> 
         held.pop(group).end()
     elif do == "tell":
         held[group].tell(message["command"], message["arguments"])
-    elif do == "stack":
-        channel.send(group=group, life=held[group].life(), log=held[group].stack())
 
 
 class _Held(LocalRank):
