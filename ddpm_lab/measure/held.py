@@ -97,9 +97,8 @@ class Held:
 
     def turns(self, baseline_id: str, run_id: str) -> int:
         """Turns of a comparison's sets, crowded ones too: every further set has as many; 0 before the first."""
-        of_others = {r.set_id for r in self.completed("candidate")} if run_id == baseline_id else set()
         found = self.completed("candidate", TWIN, baseline_id=baseline_id, run_id=run_id)
-        return next((r.plan.turns for r in found if r.set_id not in of_others), 0)
+        return next((r.plan.turns for r in found), 0)
 
     # What things cost
 
