@@ -373,18 +373,20 @@ def cores_of(
         found = [r for r in found if (r.config.work_name, r.config.device) == (work, "cpu")]
         return [r for r in found if batch in (None, r.config.global_batch_size)]
 
-    def answers(record: RunRecord) -> bool:
-        logs = {k: v for k, v in (record.look or {"log_ratios": {}})["log_ratios"].items() if k != TWIN}
-        return any(len(v) >= LEAST_SETS for v in logs.values()) or not (logs or record.config.threads)
-
     known = alike("look") or alike("baseline", "profile")[-1:]
     if target.seconds != 0:  # else what was measured is shown
-        known = [r for r in known if r.role != "look" or answers(r)]
+        known = [r for r in known if r.role != "look" or _answers(r)]
     cores = [r.config.threads * r.config.node_size or most for r in known]
     if target.seconds == 0 or (cores and not crowded(known)):
         return max(cores, default=most)
     with measuring(instrument.progress):  # whatever measures here takes cores, and will be over
         return max(1, min([free_cores(), *(n - 1 for n in cores)]))
+
+
+def _answers(look: RunRecord) -> bool:
+    """Whether what was shown rests on the least sets, or had nothing to compare though all cores were there."""
+    logs = {k: v for k, v in (look.look or {"log_ratios": {}})["log_ratios"].items() if k != TWIN}
+    return any(len(v) >= LEAST_SETS for v in logs.values()) or not (logs or look.config.threads)
 
 
 def _checked(cores: int, most: int) -> int:
@@ -437,7 +439,7 @@ def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Planned) -> int:
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
     wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.campaign.ledger.heads()[0]
     mine = [h for h in heads if (h.experiment, h.role, *h.cohort[:2]) == wanted]
-    if known := [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]:
+    if known := [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id and _answers(r)]:
         return max(known)
     with measuring(planned.progress.always):
         return free_cores()
