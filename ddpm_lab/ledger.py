@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.declared import Entries, parsed, reader
+from ddpm_lab.declared import parsed, reader
 from ddpm_lab.files import CHECKOUT, lock, writing
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
@@ -150,31 +149,20 @@ def _read(
             made.append(make(path, number, text))
         except OtherSchemaError as error:
             raise OtherSchemaError(f"{path}, line {number}: {error}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             damaged.append(Damaged(path, number, f"not a record ({error})"))
     return made, damaged
 
 
-_OF_HEAD = Entries(
-    {
-        **dict.fromkeys(("experiment", "role", "code_version"), str),
-        **dict.fromkeys(("plan", "config", "environment"), dict[str, Any]),
-    }
-)
-
-
-_USUAL = {f.name: f.default for f in fields(RunConfig)}
-
-
 def _head(path: Path, number: int, text: bytes) -> Head:
     check_schema(values := parsed(text))
-    where = _OF_HEAD.read(values, "")["environment"]
-    moment(date := where.get("date"))
-    machine, plan = _made(Machine, json.dumps(where.get("machine"))), _made(Plan, json.dumps(values["plan"]))
+    config, where = values["config"], values["environment"]
+    moment(date := where["date"])
+    machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
     _refuse_fake(machine)
-    cohort = (machine.key, values["code_version"], str(values["config"].get("data_sha256")), plan.key)
-    of = [values["config"].get(name, _USUAL[name]) for name in ("network", "device", "image_size")]
-    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, str(date), *of)
+    cohort = (machine.key, str(values["code_version"]), str(config["data_sha256"]), plan.key)
+    of = str(config["network"]), str(config["device"]), int(config["image_size"])
+    return Head(path, number, text, str(values["experiment"]), str(values["role"]), machine, cohort, date, *of)
 
 
 def _refuse_fake(machine: Machine) -> None:
