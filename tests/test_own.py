@@ -124,16 +124,12 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
 
 def test_images_are_counted_as_they_are_drawn_whatever_their_form_in_a_batch(made: Make) -> None:
     text = """
-
-
 class Encoded(dict):
     def to(self, device):
         return self
-
     @property
     def images(self):
         return torch.stack(self["rows"][0])
-
 
 def make_encoded():
     collate = lambda rows: Encoded(rows=tuple(zip(*rows)))
@@ -147,12 +143,9 @@ def make_encoded():
 
 def test_a_format_is_seen_where_no_convolution_is_computed(made: Make) -> None:
     text = """
-
-
 class Odd(Net):
     def forward(self, images):
         return self.last(images.mean((2, 3)).repeat(1, 3)[:, :8])
-
 
 def make_odd():
     return Training(model=Odd(), data=data(), loss=loss)
@@ -166,7 +159,6 @@ def test_a_dataset_is_opened_by_each_worker_for_itself(made: Make) -> None:
     text = """
 import os
 
-
 class Lazy(torch.utils.data.Dataset):
     pid = None
 
@@ -176,7 +168,6 @@ class Lazy(torch.utils.data.Dataset):
     def __getitem__(self, i):
         self.pid = self.pid or os.getpid()
         return torch.full((3, 8, 8), float(self.pid)), 0
-
 
 def make_lazy():
     return Training(model=Net(), data=Lazy(), loss=loss)
