@@ -134,22 +134,11 @@ def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pyt
 FAMILY = "tiny, 1 GPU, fp32"
 
 
-def of(batch: int, base: RunConfig = CUDA) -> RunConfig:
-    return dataclasses.replace(base, global_batch_size=batch)
-
-
-def searched(limit: str = "memory", reason: str = "no room", fits: int = 1152, base: RunConfig = CUDA) -> RunRecord:
+def searched(limit: str = "memory", fits: int = 1152, base: RunConfig = CUDA, family: str = FAMILY) -> RunRecord:
     """How a search ended, as the measuring half leaves it."""
-    values: dict[str, Any] = {"experiment": "batch_size", "family": FAMILY, "set_id": "", "baseline_id": ""}
-    values |= {"status": "ok" if fits else "oom", "reason": reason}
-    return make.record(of(fits or 128, base), role="largest", label=limit, **values)
-
-
-def measured(**values: Any) -> list[RunRecord]:
-    """A size twice as large takes 1.5 times as many images a second."""
-    larger = {f"batch {n}": (of(n), 1.5 ** (i + 1)) for i, n in enumerate((256, 512, 1024))}
-    values |= {"baseline": CUDA, "baseline_label": "batch 128", "experiment": "batch_size", "family": FAMILY}
-    return make.sets(larger, **values)
+    values: dict[str, Any] = {"experiment": "batch_size", "family": family, "set_id": "", "baseline_id": ""}
+    values |= {"status": "ok" if fits else "oom", "reason": "no room", "role": "largest", "label": limit}
+    return make.record(dataclasses.replace(base, global_batch_size=fits or 128), **values)
 
 
 def study(*records: RunRecord) -> Study:
@@ -171,8 +160,10 @@ def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: s
 
 def test_the_last_search_counts_and_other_work_does_not() -> None:
     bf16 = dataclasses.replace(CUDA, precision="bf16")
-    other = dataclasses.replace(searched(fits=64, base=bf16), family="tiny, 1 GPU, bf16")
-    found = sentence(study(searched("time", fits=512), searched(), other, *measured()))
+    other = searched(fits=64, base=bf16, family="tiny, 1 GPU, bf16")
+    larger = {"batch 256": (dataclasses.replace(CUDA, global_batch_size=256), 1.5)}
+    measured = make.sets(larger, baseline=CUDA, experiment="batch_size", family=FAMILY)
+    found = sentence(study(searched("time", fits=512), searched(), other, *measured))
     assert "largest batch that fits is 1,152 images" in found
     assert "64 images" not in found, "of which nothing is compared"
     both = sentence(study(searched(), other))

@@ -106,17 +106,18 @@ def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[di
 
     What was found is kept for the next start, if it holds then.
     """
-    with suppress(KeyError, TypeError, ValueError):  # not kept, or edited by hand
-        kept = _kept(path)[key]
-        found = {name: kept["settings"][name] for name in SETTINGS}
+    every: dict[str, Any] = {}
+    with suppress(OSError, KeyError, TypeError, ValueError):  # not kept, damaged, or edited by hand
+        every = dict(parsed(path.read_bytes()))
+        found = {name: every[key]["settings"][name] for name in SETTINGS}
         dataclasses.replace(contest.plain, **found)
-        return found, f"{kept['why']} ({kept['date']})"
+        return found, f"{every[key]['why']} ({every[key]['date']})"
     if not steps or (chosen := contest.run(steps)) is None:
         return None
     why = f"settings: {contest.told(chosen)}"
     found = {name: getattr(contest.choices[chosen], name) for name in SETTINGS}
     if contest.lasting:
-        every = {**_kept(path), key: {"settings": found, "why": why, "date": date.today().isoformat()}}
+        every[key] = {"settings": found, "why": why, "date": date.today().isoformat()}
         with suppress(OSError):  # then the next start probes again
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, json.dumps(every, indent=1) + "\n")
@@ -281,12 +282,3 @@ def _key(config: RunConfig, said: Set[str], threads: int) -> str:
     given = sorted(name for name in SETTINGS if name in said)
     here = {"machine": hardware.machine().key, "code": code_version().key}
     return digest({**here, "run": neutral.run_id, "said": given, "threads": threads})
-
-
-def _kept(path: Path) -> dict[str, Any]:
-    """What was found before; nothing where the file is not there, or damaged."""
-    with suppress(OSError, ValueError):
-        found = parsed(path.read_bytes())
-        if isinstance(found, dict):
-            return found
-    return {}
