@@ -125,8 +125,8 @@ def look(
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
-    # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time.
-    # Nor do words that are others in every run: the folder of a revision, and a notebook's kernel.
+    # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time,
+    # and some words are others in every run: the folder of a revision, and a notebook's kernel.
     anew = tree or any(s.endswith(".ipynb") for s in settings)
     left_out = {"device", "argv"} if anew else {"device"}
     ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
