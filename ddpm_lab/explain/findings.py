@@ -345,8 +345,6 @@ def way_out_of(study: Study, row: Comparison) -> str:
     more = row.experiment == "bottleneck" or "--preset full" in typed  # which measures more than this
     if more or row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
         return typed
-    if row.minutes_needed > 120:
-        return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
     resolution = phrases.share(row.resolution).replace(" ", "")
     return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
 
