@@ -44,13 +44,18 @@ def test_the_published_table_and_speed_ups() -> None:
         row(s, configuration=None, gpus=g, nodes=n, loss=loss, job_id=str(12345 + i), epoch_seconds=s / 50)
         for i, (g, n, s, loss) in enumerate(times)
     ]
-    shown = summary.grid(summary.compared(found))
-    more = ["Speed-up", "Efficiency", "Rating", "Note"]
-    assert [*shown[0]] == [*list(summary.COLUMNS)[:8], *more]
-    assert [[*row.values()][:11] for row in shown] == [
-        ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY, "", "", ""],
-        ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY, "3.81x", "95.2 %", "excellent"],
-        ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY, "6.34x", "79.3 %", "good"],
+    runs = summary.compared(found)
+    shown = summary.grid(runs)
+    assert [*shown[0]] == [*list(summary.COLUMNS)[:8], "Note"]
+    assert [[*row.values()][:8] for row in shown] == [
+        ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY],
+        ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY],
+        ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY],
+    ]
+    assert summary.speed_up_lines(runs)[:3] == [
+        "Baseline (1 GPU, 1 GPU): 362.45 seconds",
+        "4 GPUs, 4 GPUs: speed-up 3.81x, efficiency 95.2 %; excellent, by S001",
+        "8 GPUs on 2 nodes, 8 GPUs on 2 nodes: speed-up 6.34x, efficiency 79.3 %; good, by S001",
     ]
 
 

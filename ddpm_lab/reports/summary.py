@@ -274,9 +274,8 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str, str], Sequence[float]]) 
 
 
 def grid(runs: Sequence[Summary]) -> tables.Table:
-    """The table for people, with its further columns where they tell rows apart."""
+    """The table for people; what several devices gain is told below it (``speed_up_lines``)."""
     names = [*COLUMNS][:8]
-    names += ["Speed-up", "Efficiency", "Rating"] if any(run.speed_up for run in runs) else []
     names += ["Log"] if len({run.log for run in runs}) > 1 else []
     names += ["Note"] if any(run.note for run in runs) else []
     return [{name: _text_of(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
@@ -284,12 +283,10 @@ def grid(runs: Sequence[Summary]) -> tables.Table:
 
 def _text_of(column: str, value: Any) -> str:
     if value is None:
-        return "" if column in ("Speed-up", "Efficiency") else UNKNOWN
-    if column == "Efficiency":
-        return f"{100 * value:.1f} %"
+        return UNKNOWN
     if column == "Val Loss":
         return format(value, ".4f" if value >= 0.01 else ".4g")
-    return f"{value:,.2f}" + "x" * (column == "Speed-up") if isinstance(value, float) else str(value)
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
 
 def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
