@@ -24,11 +24,6 @@ from ddpm_lab.training.train import Trainer
 CONTEXT = context()
 
 
-@pytest.fixture(scope="module")
-def config(synthetic: RunConfig) -> RunConfig:
-    return synthetic
-
-
 def warm(trainer: Trainer) -> None:
     """Take so many steps that every layer has a gradient."""
     for batch in itertools.islice(trainer.batches(), WARM_STEPS):
@@ -44,10 +39,10 @@ def answer_of(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> d
     return answer
 
 
-def test_checking_changes_nothing_of_what_is_learned(config: RunConfig) -> None:
+def test_checking_changes_nothing_of_what_is_learned(synthetic: RunConfig) -> None:
     """Also with a clipping that bites: it is done elsewhere."""
     optimizer = OptimizerConfig(clip_norm=0.05, ema_every=2)
-    config = dataclasses.replace(config, accumulation=2, precision="bf16", optimizer=optimizer)
+    config = dataclasses.replace(synthetic, accumulation=2, precision="bf16", optimizer=optimizer)
     trainer, checker = Trainer(config, CONTEXT), gradient_check(config, CONTEXT)
     warm(checker)
     answer = checker.compare(steps=2)
@@ -66,8 +61,8 @@ SOUND: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SOUND)
-def test_sound_settings_are_as_expected(config: RunConfig, settings: dict[str, Any]) -> None:
-    answer = answer_of(dataclasses.replace(config, **settings))
+def test_sound_settings_are_as_expected(synthetic: RunConfig, settings: dict[str, Any]) -> None:
+    answer = answer_of(dataclasses.replace(synthetic, **settings))
     assert fault(answer) == ""
 
 
@@ -100,15 +95,15 @@ DEFECTS = {
 }
 
 
-def test_planted_defects_are_found(config: RunConfig) -> None:
+def test_planted_defects_are_found(synthetic: RunConfig) -> None:
     """In bf16, whose bounds are the wider ones."""
-    config = dataclasses.replace(config, accumulation=2, precision="bf16")
+    config = dataclasses.replace(synthetic, accumulation=2, precision="bf16")
     assert [name for name, kind in DEFECTS.items() if not fault(answer_of(config, kind))] == []
 
 
-def test_steps_that_the_scaler_skips_are_counted_and_not_judged(config: RunConfig) -> None:
+def test_steps_that_the_scaler_skips_are_counted_and_not_judged(synthetic: RunConfig) -> None:
     """Torch's own scaler begins so high that the first gradients overflow, and finds its scale."""
-    checker = GradientCheck(config, CONTEXT)
+    checker = GradientCheck(synthetic, CONTEXT)
     checker.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-30)
     for parameter in checker.parameters:
         nn.init.normal_(parameter, std=1.0)
@@ -137,10 +132,10 @@ def worst(answer: dict[str, Any], name: str) -> float:
 
 @pytest.mark.slow
 def test_two_ranks_are_as_expected_and_what_they_exchange_is_what_is_compared(
-    config: RunConfig, tmp_path: Path
+    synthetic: RunConfig, tmp_path: Path
 ) -> None:
     """Each rank computes its half, and rank 0 the whole; in two bytes a value they are rounded as these explain."""
-    config = dataclasses.replace(config, world_size=2, accumulation=2, oversubscribe=True)
+    config = dataclasses.replace(synthetic, world_size=2, accumulation=2, oversubscribe=True)
     config = dataclasses.replace(config, purpose="check", workload=CHECK)
 
     def checked(exchange: ExchangeConfig) -> dict[str, Any]:
