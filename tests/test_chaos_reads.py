@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import gzip
+import io
+import itertools
 import json
 import os
 import pickle
 import shutil
 import time
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +23,19 @@ from typing import Any
 import numpy as np
 import pytest
 import records as make
+import torch
 from drawn_studies import STUDIES
 from matplotlib import pyplot as plt
+from PIL import Image
 from test_archives import make_7z, make_tar, png
+from test_checkpoint import made
 
 from ddpm_lab.__main__ import GROUPS, _parser
 from ddpm_lab.checks import LabError
 from ddpm_lab.cli.options import OF_TRAINING, OPTIONS
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.archives import extract
+from ddpm_lab.data.folder import decode
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.declared import flag
 from ddpm_lab.explain.selection import study
@@ -38,6 +45,7 @@ from ddpm_lab.output import prepare_streams
 from ddpm_lab.questions.ask import answer, questions
 from ddpm_lab.record import OtherSchemaError
 from ddpm_lab.reports import summary
+from ddpm_lab.training.checkpoint import SECTIONS, _sha256, read, write
 from ddpm_lab.training.run_folder import logged
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -250,6 +258,22 @@ def test_prepared_folders(attack: Any, tmp_path: Path) -> None:
     attack("fuzzed prepared folders", 4_000, one)
 
 
+def test_images(attack: Any, tmp_path: Path) -> None:
+    """A damaged image is decoded or named."""
+    path, contents = tmp_path / "1.png", []
+    for mode, kind in itertools.product(("RGB", "L", "RGBA", "P", "1", "I;16"), ("PNG", "JPEG")):
+        with contextlib.suppress(OSError):  # JPEG knows some modes alone
+            stream = io.BytesIO()
+            Image.new(mode, (9, 7), 1).save(stream, kind, **({"exif": b"Exif\0\0MM"} if kind == "JPEG" else {}))
+            contents.append(stream.getvalue())
+
+    def one(rng: Random) -> None:
+        path.write_bytes(damaged(rng, rng.choice(contents)))
+        assert decode(path, 8).shape == (8, 8, 3)
+
+    attack("fuzzed images", 10_000, one)
+
+
 def test_archives(attack: Any, tmp_path: Path) -> None:
     """A damaged archive is unpacked inside its folder, or named; its pickles take neither memory nor time."""
     pixels = np.zeros((2, 3072), np.uint8)
@@ -278,6 +302,35 @@ def test_archives(attack: Any, tmp_path: Path) -> None:
             assert {*tmp_path.iterdir()} <= before
 
     attack("fuzzed archives", 4_000, one)
+
+
+def test_checkpoints(attack: Any, tmp_path: Path) -> None:
+    """A damaged checkpoint, one with other settings or one whose tensors claim other sizes is refused."""
+    path = tmp_path / "a.pt"
+    write(path, made())
+    whole = path.read_bytes()
+    content = torch.load(path, weights_only=True)
+    with zipfile.ZipFile(path) as file:
+        start = next(e.header_offset for e in file.infolist() if e.filename.endswith("data.pkl"))
+
+    def one(rng: Random) -> None:
+        kind = rng.random()
+        if kind < 0.3:  # where its pickle is, and where the list of its records is
+            at = rng.choice((start, len(whole) - 30_000))
+            path.write_bytes(whole[:at] + damaged(rng, whole[at : at + 30_000]) + whole[at + 30_000 :])
+        elif kind < 0.4:
+            path.write_bytes(damaged(rng, whole))
+        else:
+            values = {**content, "text": broken(rng, content["text"]).decode(errors="replace")}
+            section = rng.choice(SECTIONS)
+            values[section] = mutated(rng, dict.fromkeys(content[section], 0)) if kind < 0.5 else content[section]
+            values["sha256"] = _sha256(
+                values["text"].encode(errors="replace").decode(), {s: content[s] for s in SECTIONS}
+            )
+            torch.save(values, path)
+        read(path)
+
+    attack("fuzzed checkpoints", 2_000, one)
 
 
 def test_logs(attack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
