@@ -40,8 +40,7 @@ def test_an_efficiency_is_called_by_its_whole_interval_and_by_the_bands_that_wer
     assert "by S000's bands." in rated(records, bands=S000)
     assert "), splendid" in rated(records, bands=own)
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]
-    noisy = {1.7: (0.15, "does not decide"), 1.9: (0.005, "; good scaling"), 2.5: (0.005, "above 100 %")}
-    for ratio, (noise, words) in noisy.items():
+    for ratio, noise, words in ((2.01, 0.02, "perfect"), (2.5, 0.005, "above 100 %")):
         assert words in rated(strong({2: ratio}, set_noise=noise))
 
 
