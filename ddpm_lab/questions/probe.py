@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import psutil
@@ -44,9 +42,7 @@ PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels":
 SECONDS, PLAIN_STEPS = 20.0, 3  # how long a probe takes at most: seconds, or so many plain steps where they take longer
 WORTH, LEAST_IMAGES = 3, 2_000  # a training shorter than so many probes, or of fewer images, goes without one
 TURN_SECONDS = 0.2
-LEAST_TURNS = 4
-SURELY, HOPELESS = 3.0, 2.0
-"""Standard errors that decide between two; how many times as long one step takes that needs no second."""
+HOPELESS = 2.0  # how many times as long one step takes that needs no second
 STARTING_SECONDS = 1.0  # what a first step may take longer than the others
 SILENCE_SECONDS = 600.0  # that a part of a step may take
 FILE = Path("trace_output", "probe.json")
@@ -209,13 +205,13 @@ class _Contest:
         return seconds / steps
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float | None:
-        """How many times as long the other takes, by turns until that is sure or time is up; None if the best fails."""
+        """How many times as long the other takes, by turns until its time is up; None if the best fails."""
         if first > HOPELESS * step + STARTING_SECONDS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
         ends = self.used + max(0.0, self.seconds - self.used) / waiting
         mine, theirs = list[float](), list[float]()
-        while not mine or (self.used < ends and not _sure(mine, theirs)):
+        while not mine or self.used < ends:
             try:
                 mine.append(self._step(best, count))
             except GroupFailed:
@@ -231,14 +227,6 @@ def _room_for_two(group: Group) -> bool:
         with suppress(psutil.Error):
             held += int(psutil.Process(pid).memory_info().rss)
     return held < 0.8 * hardware.available_bytes()
-
-
-def _sure(mine: list[float], theirs: list[float]) -> bool:
-    """Whether the mean logarithm of their ratio is far from zero for how much it scatters."""
-    if len(mine) < LEAST_TURNS:
-        return False
-    logs = [math.log(b / a) for a, b in zip(mine, theirs, strict=True)]
-    return abs(fmean(logs)) > SURELY * stdev(logs) / math.sqrt(len(logs))
 
 
 def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig | None:
