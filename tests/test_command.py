@@ -199,14 +199,13 @@ def test_a_script_is_timed_where_its_weights_lie(places: list[str], devices: lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "first"), [("", "AdamW"), ("SGD", "SGD")])
-def test_of_several_optimizers_one_is_counted(start: Start, tmp_path: Path, optimizer: str, first: str) -> None:
+def test_of_several_optimizers_the_named_one_is_counted(start: Start, tmp_path: Path) -> None:
     other = "second = torch.optim.SGD(net.parameters(), 0.1)"
-    group = start(before=other, after="for _ in range(2):\n    second.step()", optimizer=optimizer)
+    group = start(before=other, after="for _ in range(2):\n    second.step()", optimizer="SGD")
     window(group, 0, 4)
     seen = group.witness()[0]
-    assert (seen["optimizer"], seen["several_optimizers"]) == (first, True)
-    assert list(steps_made(tmp_path).values()) == ([4] if first == "AdamW" else [3])
+    assert (seen["optimizer"], seen["several_optimizers"]) == ("SGD", True)
+    assert list(steps_made(tmp_path).values()) == [3]
 
 
 @pytest.mark.slow
