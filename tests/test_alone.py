@@ -56,6 +56,7 @@ def learned(record: RunRecord) -> dict[str, Any]:
     return record.quality
 
 
+@pytest.mark.slow
 def test_a_trial_records_every_loss_and_looks_on_the_way(data: Path, tried: Tried) -> None:
     options = (("images", 160), ("draws", 40))
     config = RunConfig(purpose="quality", workload=TRAINING, options=options, global_batch_size=8, image_size=8)

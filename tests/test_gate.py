@@ -69,7 +69,7 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
     ("words", "said"),
     [
         ("mine:step --against nowhere", "--against is 'nowhere'"),
-        ("mine:stop --against main", "'mine:stop' cannot be measured"),
+        pytest.param("mine:stop --against main", "'mine:stop' cannot be measured", marks=pytest.mark.slow),
         ("mine:fresh --against main", r"main \(.*'fresh'"),
         ("new:step --against main", r"main \(.*'new'"),
         ("revised.toml --against main", "revision is 'main'.*compare --against"),

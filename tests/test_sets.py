@@ -89,6 +89,7 @@ def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
         assert run.record(run.seats[0]).mechanism_only is mechanism
 
 
+@pytest.mark.slow
 def test_failures_are_rows_and_the_rest_goes_on(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
