@@ -1,6 +1,7 @@
 """Fixtures of the tests that start real rank groups."""
 
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -261,6 +262,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that replaces the golden texts under ``tests/data/`` by what is made now."""
     parser.addoption("--update-golden", action="store_true", help="replace the golden texts under tests/data/")
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage look less often: what was imported is much, and stays."""
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

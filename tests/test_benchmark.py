@@ -213,15 +213,12 @@ def test_the_folder_of_every_kind_of_study(name: str, tmp_path: Path) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_from_records_alone_is_the_same_again(call: Call, tmp_path: Path) -> None:
+def test_the_folder_is_made_from_records_alone(call: Call, tmp_path: Path) -> None:
     Ledger(tmp_path / "l.jsonl").append(STUDIES["one alone"].records)
     words = ("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out")
     code, out, err = call(*words)
     assert (code, err) == (0, "")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert all(str(tmp_path / "out" / name) in out for name in before)
-    assert call(*words)[0] == 0
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+    assert all(str(path) in out for path in (tmp_path / "out").iterdir())
     Ledger(tmp_path / "other.jsonl").append(make.sets({}, count=1))
     assert call("benchmark", "--ledger", tmp_path / "other.jsonl", "--output-dir", tmp_path / "none")[:2] == (1, "")
     (tmp_path / "file").write_text("")

@@ -235,8 +235,8 @@ def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(lab:
 
 def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> None:
     """Crowded sets and those of other machines say nothing of it."""
-    wild: dict[str, Any] = {"count": 50, "set_noise": 0.5, "turn_noise": 1e-3, "turns": 6}
-    lab.ledger.append(make.sets({}, experiment="busy", crowded=range(50), **wild))
+    wild: dict[str, Any] = {"count": 20, "set_noise": 0.5, "turn_noise": 1e-3, "turns": 6}
+    lab.ledger.append(make.sets({}, experiment="busy", crowded=range(20), **wild))
     lab.ledger.append(make.on(make.GPUS, make.sets({}, experiment="there", **wild)))
     lab.run(ONE, seconds=600, look=False)
     assert set(lab.turns) == {12}, "sqrt(12 s / 0.9 s) * 10 % / 3 %"

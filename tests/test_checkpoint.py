@@ -24,12 +24,9 @@ CONFIG = RunConfig(workload=TRAINING, purpose="quality", optimizer=OptimizerConf
 
 def made(config: RunConfig = CONFIG, step: int = 30) -> Checkpoint:
     """A checkpoint with random tensors."""
-    generator = torch.Generator().manual_seed(step)
+    generator, shapes = torch.Generator().manual_seed(step), dict(empty_network(config).named_parameters())
     sections: dict[str, Any] = {
-        section: {
-            name: torch.randn(p.shape, generator=generator) for name, p in empty_network(config).named_parameters()
-        }
-        for section in SECTIONS
+        section: {name: torch.randn(p.shape, generator=generator) for name, p in shapes.items()} for section in SECTIONS
     }
     return Checkpoint(config=config, step=step, adam_steps=step - 1, **sections)
 

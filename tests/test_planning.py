@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import records as make
+from test_packed import write_images
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data.synthetic import generate
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
@@ -21,21 +23,20 @@ Asking = Callable[..., Planned]
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images that are prepared once."""
-    return tmp_path_factory.mktemp("prepared")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few images, which are prepared beside them, once for each size."""
+    return write_images(tmp_path_factory.mktemp("images") / "few", generate(20, 8))
 
 
 @pytest.fixture
-def plan(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
+def plan(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
     """Plan amp on two cores, both free unless a test says otherwise."""
     monkeypatch.setattr(planning, "free_cores", lambda: 2)
     monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
 
     def plan(name: str = "amp", **settings: Any) -> Planned:
-        return plan_question(
-            name, output_dir=tmp_path, **{"cache": prepared, "image_size": 8, "quiet": True, **settings}
-        )
+        usual = {"cache": images.with_name("cache"), "data": str(images), "image_size": 8, "quiet": True}
+        return plan_question(name, output_dir=tmp_path, **{**usual, **settings})
 
     return plan
 

@@ -24,7 +24,7 @@ SMALL = {
     "ddpm": UNetConfig(family="ddpm", width=16, multipliers=(1, 2, 2), groups=8, attention_levels=(1,)),
 }
 """Every path through the code, at sizes that take no time."""
-SIZES = [(2, 32, 32), (3, 12, 20), (1, 4, 8)]
+SIZES = [(3, 12, 20), (1, 4, 8)]
 """Images, height, width."""
 
 
@@ -57,8 +57,6 @@ def test_sizes_and_work() -> None:
         assert all(p.shape[0] > 1 for p in network.parameters() if p.ndim == 4)
     work = count_flops(partial(build_network, "seed"))
     assert round(work / 1e9, 2) == 9.13
-    # All but the time embedding and the middle's full attention is proportional to the number of pixels.
-    assert 3.9 < count_flops(partial(build_network, "seed"), image_size=64) / work < 4.1
     # The published 36.3 GFLOP leave out the products inside attention, which are 4 L^2 C forward and twice that back:
     # five blocks over 16x16 positions and one over 4x4, all 256 wide.
     attention = 3 * 4 * 256 * (5 * 256**2 + 16**2)
@@ -93,7 +91,7 @@ def test_output_and_gradients_are_the_references(axis: str, fused: bool) -> None
 def test_in_bf16_it_is_as_near_as_autocast_brings_the_reference(fused: bool) -> None:
     network = made(replace(SMALL["seed"], fused=fused)).to(memory_format=torch.channels_last)
     other = reference(network)
-    x, t = inputs(4)
+    x, t = inputs(2, 16, 16)
     results = run(network, x, t, bf16=True), run(other, x, t, bf16=True), run(other, x, t)
     for actual, rounded, expected in zip(*results, strict=True):
         assert 1e-4 < error(actual, expected) < 1.5 * error(rounded, expected)
@@ -115,7 +113,7 @@ def test_for_sampling_weights_are_rounded_once_in_a_copy_to_what_autocast_makes_
     assert torch.equal(ready(x, t), expected), "the original may go on training"
 
 
-@pytest.mark.parametrize(("name", "size"), [("patched", 16), ("ddpm", 72)])
+@pytest.mark.parametrize(("name", "size"), [("patched", 16), ("ddpm", 24)])
 def test_fused_computes_the_same(name: str, size: int) -> None:
     """Also in the family that has no reference."""
     plain, fast = made(SMALL[name]), UNet(replace(SMALL[name], fused=True))
