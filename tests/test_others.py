@@ -8,10 +8,12 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import others
 from ddpm_lab.measure.others import LOCK_VARIABLE, CpuClock, measuring
 
@@ -87,6 +89,24 @@ def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch)
     for taken, found in rows:
         looks += taken
         assert (others.free_cores(), looks) == (found, []), taken
+
+
+def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two minutes that agree; of four cores, with what others take from one reading to the next."""
+    now, busy, alone = [0.0], [0.0], [True]
+    monkeypatch.setattr(others, "CpuClock", SimpleNamespace(read=lambda: CpuClock(now[0], 0.0, busy[0], 0.0)))
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(others, "side_by_side", lambda: not alone[0])
+    monkeypatch.setattr(others, "usable_cores", lambda: 4)
+    watch, found = others.CoreWatch(RunConfig(), 4), []
+    for cores in (1.2, 1.4, 0.0, 0.1, None, 9.0, 9.0):
+        alone[0] = cores is not None
+        now[0] += 59
+        assert watch.free() is None, "a minute has not passed"
+        now[0] += 1
+        busy[0] += 60 * (cores or 0.0)
+        found.append(watch.free())
+    assert found == [None, 3, None, 4, None, None, 1]
 
 
 # One measurement at a time

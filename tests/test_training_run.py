@@ -21,8 +21,9 @@ from test_checkpoint import made
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.training import run_folder, setting, training_run
@@ -69,6 +70,10 @@ class Ranks:
         self.calls.append(("advance", steps))
         return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
 
+    def set_threads(self, count: int, limit: float) -> None:
+        assert limit >= 60
+        self.calls.append(("set_threads", count))
+
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60
         self.calls.append((method, self.step))
@@ -113,6 +118,20 @@ def trained(group: Ranks) -> int:
 
 
 # --- what is done when -----------------------------------------------------------------------------------------------
+
+
+def test_threads_follow_the_free_cores(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks: eight free cores are four threads for each, and one of eight, of which half is theirs, two."""
+    monkeypatch.setattr(others, "usable_cores", lambda: 8)
+    free = iter([None, 5, 8, None, 9, 1, 8])
+    monkeypatch.setattr(CoreWatch, "free", lambda *_, **__: next(free, None))
+    for threads, compiling, counts in ((0, "off", [2, 4, 2, 4]), (1, "off", []), (0, "whole", [])):
+        group = ranks()
+        config = dataclasses.replace(CONFIG, threads=threads, compile=compiling)
+        run(tmp_path / f"{threads}-{compiling}", 60, config=config, **NEVER)
+        assert [count for method, count in group.calls if method == "set_threads"] == counts
 
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

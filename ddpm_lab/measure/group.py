@@ -160,6 +160,10 @@ class Group(AbstractContextManager["Group"]):
         """Call a method of the workload on every rank, and return their answers."""
         return [r["answer"] for r in self.ask("call", limit, f"in {method}", method=method, arguments=arguments)]
 
+    def set_threads(self, count: int, limit: float) -> None:
+        """Have every rank compute with so many threads from here on."""
+        self.ask("set_threads", limit, "taking other threads", count=count)
+
     def finish(self) -> list[dict[str, Any]]:
         """End the ranks in order and return their summaries."""
         summaries = self.ask("finish", self.limits.finish_seconds, "finishing")

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.hardware import ask_nvml, cgroup_cores, cgroup_throttled_seconds, gpu_handle, usable_cores
 from ddpm_lab.record import CROWDED_CORES
 
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
+MINUTE = 60.0
 
 LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"  # another name of the lock; empty: tests, which measure side by side
 _LOOK_SECONDS = 1.0
@@ -113,6 +115,36 @@ def fair_cores(free: int) -> int:
 
 def _left(cores: int, taken: float) -> int:
     return max(1, cores - int(taken + 0.5))
+
+
+class CoreWatch:
+    """With how many threads each rank should train, from what other processes take meanwhile.
+
+    Beside others too many threads wait for each other, and a step can take many times as long.
+    """
+
+    def __init__(self, config: RunConfig, threads: int) -> None:
+        self._config, self._threads = config, threads
+        self._before: int | None = None
+        self._clock = CpuClock.read()
+
+    def free(self) -> int | None:
+        """The cores that were free over each of the last two minutes; None where these differ, or it is not known."""
+        if time.monotonic() - self._clock.moment < MINUTE:
+            return None
+        now, before = CpuClock.read(), self._before
+        others = None if side_by_side() else self._clock.until(now).others_cores
+        self._clock, self._before = now, None if others is None else _left(usable_cores(), others)
+        return self._before if self._before == before else None
+
+    def change(self) -> tuple[int, int] | None:
+        """The cores that are ``free``, and the threads of a rank; None where it has as many, or nothing is known."""
+        free = self.free()
+        threads = self._config.rank_threads(fair_cores(free)) if free else self._threads
+        if free is None or threads == self._threads:
+            return None
+        self._threads = threads
+        return free, threads
 
 
 # One measurement at a time: two that measure at once on a core are both wrong. Whoever measures on one holds its name

@@ -33,7 +33,7 @@ from ddpm_lab.measure.phases import UNNAMED, PhaseClock, cuda_event, mean, profi
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
-COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "finish")
+COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "set_threads", "finish")
 """Methods of ``Rank`` that its parent may have called; each returns its report."""
 
 
@@ -188,6 +188,11 @@ class Rank:
         """What else the workload can do, on every rank: saving, a held-out loss; its answer must be ready for JSON."""
         self.beat.mark(method)
         return {"answer": getattr(self.workload, method)(**arguments)}
+
+    def set_threads(self, *, count: int) -> dict[str, Any]:
+        """Compute with so many threads from here on: the same mathematics, summed in another order."""
+        torch.set_num_threads(count)
+        return {}
 
     def _memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: its resident set, and on a GPU what torch has allocated and reserved."""
