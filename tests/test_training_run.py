@@ -152,16 +152,17 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
 def test_slow_steps_are_saved_by_the_clock(
     tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of four minutes, in chunks of five after the first."""
+    """Steps of four minutes, in chunks of five after the first; it stays until the next checkpoint."""
     now = [0.0]
 
     def passes(what: str, _: int) -> None:
         now[0] += 240 * (what == "loss")
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    ranks(passes)
+    group = ranks(passes)
     run(tmp_path, 8, save_every=1000, **NEVER)
-    assert steps_in(tmp_path) == [6, 8]
+    assert [value for name, value in group.calls if name == "save"] == [6, 8]
+    assert steps_in(tmp_path) == [8]
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -180,6 +181,24 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     group = ranks()
     assert run(tmp_path, 30).step == 30
     assert group.calls == [], "there is nothing left to do"
+
+
+def test_when_samples_show_objects_is_said_once(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks make 40 images/s, and the first chunk of one step says nothing of the speed."""
+    told = list[str]()
+    monkeypatch.setattr(Progress, "stay", lambda _, text: told.append(text))
+    monkeypatch.setattr(training_run, "OBJECTS", {"tiny": 4_843})
+    for size, steps, more in ((32, 20, ": give --steps 606 or more"), (32, 606, ""), (8, 20, None), (32, 620, None)):
+        ranks()
+        told.clear()
+        run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
+        said = [text for text in told if "4,843 images: here after step 606, in 2 min" in text]
+        assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
+    told.clear()
+    run(tmp_path / "large", 9, config=dataclasses.replace(CONFIG, image_size=32, global_batch_size=24), **NEVER)
+    assert not any("showed objects" in text for text in told), "of such batches it is not known"
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ GRID_IMAGES, GRID_STEPS = 36, 50
 NOT_LEARNED = ("optimizer.adam", "optimizer.ema", "optimizer.learning_rate")
 """Settings of the optimizer of which a resumed run may have others."""
 NETWORK, BATCH = "seed", {"cpu": 16, "cuda": 128}
+OBJECTS, OBJECTS_BATCH = {"seed": 100_000}, 16
+"""Images of CIFAR-10 after which samples of one run showed objects, in batches of 16 (docs/training.md); fewer, larger
+steps may take more."""
 TABLE = "train"
 
 
@@ -265,7 +268,9 @@ class _Run:
     step_seconds: float = math.inf
     loss: float | None = None
     held_out: float | None = None
+    told: bool = False  # when samples may show objects
     saved_at: float = 0.0  # on the clock of this process
+    unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
     def train(self) -> Outcome:
         """Start the ranks and train on."""
@@ -344,8 +349,11 @@ class _Run:
             self.held_out = found["loss"]
             rows[-1]["held_out_loss"] = found["loss"]
         self._log(rows)
-        if due(self.schedule.save_every, self.step) or time.monotonic() - self.saved_at > SAVE_SECONDS:
+        if due(self.schedule.save_every, self.step):
             self._save(group)
+        elif time.monotonic() - self.saved_at > SAVE_SECONDS:
+            self._save(group)
+            self.unasked = self.run.checkpoint(self.step)
         if due(self.schedule.sample_every, self.step):
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
@@ -365,6 +373,9 @@ class _Run:
         self.run.sync_log()
         self._call(group, "save", path=str(self.run.checkpoint(self.step)))
         self.saved, self.saved_at = self.step, time.monotonic()
+        if self.unasked:
+            self.unasked.unlink(missing_ok=True)
+            self.unasked = None
         self.run.keep(self.schedule.keep)
 
     def _call(self, group: Group, method: str, **arguments: Any) -> None:
@@ -379,6 +390,14 @@ class _Run:
         self.progress.expect(left if known and self.step < self.schedule.steps else None)
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
+        shown = math.ceil(OBJECTS.get(self.config.network, 0) / self.config.global_batch_size)
+        seen = self.config.image_size == 32 and self.config.global_batch_size <= OBJECTS_BATCH
+        if known and not self.told and self.step < shown and seen:
+            minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
+            more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
+            of = f"samples of CIFAR-10 showed objects after some {OBJECTS[self.config.network]:,} images"
+            self.progress.stay(f"{of}: here after step {shown:,}, in {minutes:,.0f} min{more}")
+        self.told |= known
 
     def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
