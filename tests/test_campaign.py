@@ -17,11 +17,12 @@ from records import gradient_check
 from setups import setup
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import campaign, shortfall
+from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan
+from ddpm_lab.questions import planning
 from ddpm_lab.questions.planning import Planned
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
@@ -303,8 +304,9 @@ def test_what_was_shown_gets_nothing_further(lab: Lab) -> None:
 def test_a_crowded_set_is_kept_does_not_count_and_is_measured_again(lab: Lab) -> None:
     lab.loads = [0.0, 1.0, 0.0, 0.249, 0.25]  # load decides, and not time
     lab.seconds_per_image = {config(1).run_id: 100.0}
-    lab.run(ONE, sets=4)
+    made = lab.run(ONE, sets=4)
     assert len(lab.sets) == len(lab.records("baseline")) == 6
+    assert not made.crowded_out
     (look,) = lab.records("look")
     quiet = [r.set_id for r in lab.records("baseline") if r.windows[0].others_cores in (0.0, 0.249)]
     assert (look.look or {})["sets"] == quiet
@@ -312,17 +314,20 @@ def test_a_crowded_set_is_kept_does_not_count_and_is_measured_again(lab: Lab) ->
     assert lab.sets == [], "nothing is left to measure"
 
 
-def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer(lab: Lab) -> None:
+def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and_fewer_are_none(lab: Lab) -> None:
     asked = experiment(family("f", 2, primary="c1"))
     lab.loads = [0.0] * 4 + [1.0] * 50
-    lab.run(asked, sets=6)
+    made = lab.run(asked, sets=6)
     assert lab.sets == [("f", [*BOTH, "c1"])] * 10 + [("f", [*BOTH, "c2"])] * 6, "the others are tried as often"
-    assert len(lab.records("look")) == 1
-    for target, sets in (({"sets": 6}, 6), ({"seconds": 300}, 6), ({"seconds": 80}, 4)):
+    assert (made.crowded_out, len(lab.records("look"))) == (False, 1)
+    for quiet, target, sets in ((3, {"sets": 6}, 9), (0, {"seconds": 300}, 6), (0, {"seconds": 80}, 4)):
         lab.forget()
-        lab.loads = [1.0] * 50
-        lab.run(ONE, **target)  # type: ignore[arg-type]
-        assert (len(lab.sets), lab.records("look")) == (sets, [])
+        lab.loads = [0.0] * quiet + [1.0] * 50
+        made = lab.run(ONE, **target)  # type: ignore[arg-type]
+        assert (made.crowded_out, len(lab.sets), lab.records("look")) == (True, sets, [])
+    lab.forget()
+    lab.loads = [2.0]
+    assert not lab.run(ONE, seconds=60).crowded_out, "one disturbed set where the time ends is no busy machine"
 
 
 # --- what the records hold -------------------------------------------------------------------------------------------
@@ -357,11 +362,69 @@ def test_the_time_of_the_baseline_is_the_mean_with_its_twins() -> None:
     assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5) - math.log(1.1) / 2])
 
 
-def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab) -> None:
+ON_ONE_CORE = experiment(family("f", 1, primary="c1", shared={"threads": 1}))
+
+
+class Planning:
+    """Questions for a number of cores, in the laboratory, of which one is free; ``asked`` are the cores."""
+
+    def __init__(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lab, self.asked, self.lines = lab, list[int](), list[str]()
+        monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+        monkeypatch.setattr(planning, "free_cores", lambda: 1)
+
+    def planned(self, asked: Experiment = ONE, **target: Any) -> Planned:
+        progress = Progress("test", say=self.lines.append)
+        campaign = self.lab.campaign(asked, **target)
+        return Planned(campaign=campaign, output=self.lab.folder, progress=progress, on_cores=self._on)
+
+    def _on(self, free: int) -> Planned:
+        self.asked.append(free)
+        return self.planned(ON_ONE_CORE, seconds=300)
+
+
+@pytest.fixture
+def asking(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Planning:
+    return Planning(lab, monkeypatch)
+
+
+def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: Lab, asking: Planning) -> None:
+    lab.loads = [1.0] * 100
+    found = asking.planned(seconds=300).measure()
+    assert asking.asked == [1]
+    crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
+    assert found.before == len(crowded)
+    assert len(alone) >= 4, "one thread beside a process that takes one core is quiet"
+    assert found.measured_sets == len(crowded) + len(alone)
+    assert found.experiment == ON_ONE_CORE
+    assert found.completed
+    assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
+    assert any("1 of 2" in line for line in asking.lines)
+
+
+def test_what_too_many_threads_could_not_measure_is_tried_with_fewer(
+    lab: Lab, asking: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may disturb every set, and take less than counts as a core; with one thread there are no fewer."""
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
+    rows: list[tuple[dict[str, Any], int, float, list[int]]] = [
+        ({}, 3, 0.3, [2]),
+        ({"threads": 3}, 3, 2.0, [2]),
+        ({"world_size": 2}, 2, 2.0, [1]),  # of three cores they take two
+        ({"threads": 1}, 1, 2.0, []),
+    ]
+    for shared, free, load, asked in rows:
+        monkeypatch.setattr(planning, "free_cores", lambda free=free: free)
+        lab.forget()
+        lab.sets, lab.loads, asking.asked = [], [load] * 100, []
+        found = asking.planned(experiment(family("f", 1, primary="c1", shared=shared)), seconds=80).measure()
+        assert (asking.asked, found.completed) == (asked, load < 1)
+
+
+def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, asking: Planning) -> None:
     lab.run(ONE, sets=4, look=False)
     lab.sets = []
     for _ in range(2):
-        campaign = lab.campaign(ONE, seconds=0.0)
-        found = Planned(campaign=campaign, output=lab.folder, progress=Progress("test", quiet=True)).measure()
+        found = asking.planned(seconds=0.0).measure()
         assert (lab.sets, found.measured_sets, found.completed) == ([], 0, True)
         assert len(lab.records("look")) == 1

@@ -54,6 +54,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
+def in_a_cell() -> None:
+    """Stands for a function of a notebook."""
+
+
 FILES = {"huge": 'network = "huge"', "typo": 'netwrok = "tiny"', "folder": 'data = "nowhere"'}
 FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "files"\nloader_workers = 500'
 
@@ -83,7 +87,8 @@ def test_what_cannot_be_measured_is_refused(
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
-def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path) -> None:
+def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_a_cell, "__module__", "__main__")
     one, two = (RunConfig(data="x", data_sha256=sha) for sha in ("a", "b"))
     base, other = f"{mine.stem}:baseline", "mine:candidate"
     rows: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -91,7 +96,8 @@ def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path) -
         (one, two, {}, "train on different images"),
         (base, "mine:baseline", {}, "both sides are mine:baseline"),
         ("python train.py", "python  train.py ", {}, "both sides are 'python  train.py'"),
-        (lambda: None, base, {}, "name a workload as module:function"),
+        (base, in_a_cell, {}, "'in_a_cell'.*'mine:in_a_cell'"),
+        (lambda: None, base, {}, "'mine:name'"),
     ]
     for first, second, settings, words in rows:
         with pytest.raises(ConfigError, match=words):
@@ -172,6 +178,7 @@ def test_files_of_settings_are_compared_and_everything_is_said(tmp_path: Path) -
     assert found.verdict in str(found).lower()
     assert all(word in str(found) for word in ("ran as 1 rank on ", str(found.figure)))
     assert found.figure.is_file()
+    assert "alt=" in found._repr_mimebundle_()["text/html"]
     values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert [side["label"] for side in values["sides"]] == ["small", "small again", "large"]
 
@@ -193,9 +200,12 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
     def threads(planned: Planned) -> list[int]:
         return [c.threads for c in planned.campaign.experiment.configurations]
 
-    assert (threads(plan_pair(pair, **how)), threads(plan_pair(pair, cores=2, **how))) == ([1, 1], [0, 0])
+    one = plan_pair(pair, **how)
+    assert threads(one) == [1, 1]
+    assert one.on_cores is not None
+    assert threads(one.on_cores(2)) == threads(plan_pair(pair, cores=2, **how)) == [0, 0]
     said = plan_pair((RunConfig(threads=2), pair[1]), **how)
-    assert (threads(said), looked) == ([2, 0], [1]), "what says its threads keeps them"
+    assert (threads(said), said.on_cores, looked) == ([2, 0], None, [1]), "what says its threads keeps them"
     for cores, second, why in ((3, pair[1], "2 are usable"), (1, RunConfig(threads=2), "a side says how many threads")):
         with pytest.raises(ConfigError, match=why):
             plan_pair((pair[0], second), cores=cores, **how)

@@ -134,7 +134,7 @@ class Question:
     ) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
         self.lacks, self.yields = 0.0, list[bool]()
-        self.refusal, self.measured_sets = LabError(""), 0
+        self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
         self.experiment = SimpleNamespace(families=())
         self.campaign = SimpleNamespace(
@@ -152,8 +152,8 @@ class Question:
         self.lab.done.append((self.name, "+".join(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
-        self.measured_sets = len(stages)
-        return self
+        self.restarts_as.measured_sets = len(stages)
+        return self.restarts_as
 
 
 class Laboratory:
@@ -225,3 +225,11 @@ def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: 
     assert lab.lines.count(("multi_gpu", "not measured: it cannot be asked here")) == 1
     assert ("amp", "not measured: the code was changed") in lab.lines
     assert (lab.questions["all_there"].looks, lab.questions["amp"].looks) == ([], [])
+
+
+def test_a_question_that_started_again_with_fewer_cores_goes_on_with_these(lab: Laboratory) -> None:
+    lab.add("amp")
+    again = lab.questions["amp"].restarts_as = Question("amp on one core", lab)
+    lab.measure()
+    assert [row[:2] for row in lab.done] == [("amp", PRIMARY), ("amp on one core", OTHERS)]
+    assert (again.looks, lab.questions["amp"].looks) == (SHOWN, [])

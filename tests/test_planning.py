@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import records as make
 from test_packed import write_images
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.measure import hardware
+from ddpm_lab.plan import Plan
 from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
@@ -134,8 +136,9 @@ def test_threads_are_as_many_as_cores_are_free_or_asked_for(plan: Asking, monkey
     planned = plan(image_sizes=[8, 16])
     assert {(c.threads, c.image_size) for c in planned.campaign.experiment.configurations} == {(1, 8), (1, 16)}
     assert looked == [1], "once a question"
-    assert [base_of(plan(cores=n)).threads for n in (1, 2)] == [1, 0]
-    assert looked == [1], "what was asked for is kept"
+    one, both = plan(cores=1), plan(cores=2)
+    assert [base_of(planned).threads for planned in (one, both)] == [1, 0]
+    assert (one.on_cores, looked) == (None, [1]), "what was asked for is kept"
     assert {c.threads for c in plan("search").campaign.experiment.configurations} == {1}
     assert base_of(plan(preset="smoke")).threads == 0, "what calls nothing needs no look"
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
@@ -178,3 +181,26 @@ def test_sets_that_others_disturbed_choose_fewer_cores_and_too_few_are_no_answer
     searched = [dataclasses.replace(r, experiment="recommendation") for r in sets_of(both, 4)]
     write(both, [make.windowed(r, others_cores=2.0) for r in searched])
     assert base_of(plan("search")).threads == 1, "by the sets that measure again what it found"
+
+
+def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Asking) -> None:
+    def precision(network: str, **settings: Any) -> str:
+        return base_of(plan("torch_compile", network=network, **settings)).precision
+
+    seed = plan(network="seed")
+    write(seed, sets_of(seed, 6))
+    assert (precision("seed"), precision("tiny")) == ("bf16", "fp32")
+    for preset, later in (("smoke", "bf16"), ("quick", "fp32")):  # what was compiled first stays, of smoke nothing does
+        compiled = plan("torch_compile", network="seed", precision="fp32", preset=preset)
+        write(compiled, sets_of(compiled, 1))
+        assert precision("seed") == later
+    other = plan("torch_compile", network="tiny", precision="bf16")
+    write(other, sets_of(other, 1))
+    assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
+    campaign, here = plan().campaign, hardware.machine()
+    for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
+        own = RunConfig(workload=OWN, options=(("make", f"mine:{expected}"),))
+        rows = make.sets({"bf16": (dataclasses.replace(own, precision="bf16"), ratio)}, baseline=own)
+        campaign.ledger.append(make.on(here, [dataclasses.replace(r, code_version=expected) for r in rows]))
+        instrument: Any = SimpleNamespace(code=SimpleNamespace(key=expected))
+        assert planning.compiled_in(own.work_name, Plan(), instrument, campaign.ledger) == expected

@@ -6,10 +6,14 @@ print(compare("mine:baseline", "mine:candidate", resolution=0.02))
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +22,7 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer
-from ddpm_lab.explain.charts import save
+from ddpm_lab.explain.charts import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
@@ -40,12 +44,12 @@ _ITSELF = (
     "this machine measures"
 )
 
-Side = str | Path | RunConfig
+Side = str | Path | RunConfig | Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """What ``compare`` found; ``str`` gives it in words."""
+    """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
 
     answer: Answer
     figure: Path
@@ -105,7 +109,11 @@ class ComparisonResult:
         lines += [f"  losses: {': '.join(first_losses(self.study))}", *map("  {}".format, _witnesses(self.study))]
         return "\n".join([*lines, f"figure: {self.figure}"])
 
-    __repr__ = __str__
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        text, alt = str(self), escape(self.finding.headline)
+        image = base64.b64encode(png(self.answer.figure())).decode("ascii")
+        shown = f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
+        return {"text/plain": text, "text/html": f'<p style="white-space: pre-line">{escape(text)}</p>{shown}'}
 
 
 def compare(
@@ -122,10 +130,10 @@ def compare(
 ) -> ComparisonResult:
     """Measure two training steps against each other until a difference of ``resolution`` would be found.
 
-    Each side is a workload ``module:function`` that can be imported from here, a TOML file of settings of
-    ``RunConfig``, or such a configuration. The function takes nothing and yields after every step (or returns a
-    function that does one step); or it takes ``(config, context)`` and returns a ``Workload``. One step of one side
-    must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
+    Each side is a workload ``module:function`` that can be imported from here, the function itself, a TOML file of
+    settings of ``RunConfig``, or such a configuration. The function takes nothing and yields after every step (or
+    returns a function that does one step); or it takes ``(config, context)`` and returns a ``Workload``. One step of
+    one side must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
 
     Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), never because a
     difference has appeared; or after ``minutes``, or ``sets`` sets. What the ledger holds of the same code counts.
@@ -142,7 +150,7 @@ def compare(
         quiet: show no progress.
 
     Raises:
-        ConfigError: a side cannot be run on this machine.
+        ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
     """
     where: dict[str, Any] = {"cores": cores, "device": device, "output_dir": output_dir, "quiet": quiet}
     return answer(measure(baseline, candidate, resolution=resolution, minutes=minutes, sets=sets, **where))
@@ -193,6 +201,8 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
         return given
     find_here()
     device = usual_device(device)
+    if callable(given):
+        return RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1)
     text = str(given)
     if text.endswith(".toml"):
         values = {"device": device, **read_settings(path := expanded(text), place)}
@@ -208,6 +218,19 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
     return RunConfig(workload=text, device=device, global_batch_size=1)
 
 
+def _workload_of(function: Callable[..., Any], place: str) -> str:
+    """The name under which another process can import a function."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found: Any = sys.modules.get(module or "")
+    if module in (None, "__main__") or not name.isidentifier() or getattr(found, name, None) is not function:
+        bare = last if (last := name.rpartition(".")[2]).isidentifier() else "name"
+        raise ConfigError(
+            f"{place} is the function {name or function!r}, which only this process knows, and each side runs in a "
+            f"process of its own: put it into a file, such as mine.py, and give 'mine:{bare}'"
+        )
+    return f"{module}:{name}"
+
+
 def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
     if config.data_sha256 or (config.workload != DDPM and not config.data):
@@ -221,7 +244,7 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
 def _name(given: Side, config: RunConfig) -> str:
     if isinstance(given, RunConfig):
         return f"configuration {config.run_id}"
-    if not str(given).endswith(".toml"):
+    if callable(given) or not str(given).endswith(".toml"):
         return config.workload
     file = Path(given).absolute()
     return file.parent.name if file.name == SETTINGS else file.stem  # of a run

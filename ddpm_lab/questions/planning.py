@@ -13,10 +13,12 @@ from ddpm_lab.checks import ConfigError, Interrupted, choice, missing_to_explain
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
@@ -40,6 +42,7 @@ from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
+from ddpm_lab.questions.recommendation import all_cores_first
 from ddpm_lab.questions.search import SEARCH_PLAN
 from ddpm_lab.record import TWIN, Cohort, RunRecord, crowded
 from ddpm_lab.training import setting
@@ -123,11 +126,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """An experiment that is checked and ready to be measured, and what the ledger then holds of it."""
+    """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
+
+    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets
+    of a first attempt with more cores.
+    """
 
     campaign: Campaign
     output: Path
     progress: Progress
+    on_cores: Callable[[int], Planned] | None = None
+    before: int = 0
 
     @property
     def experiment(self) -> Experiment:
@@ -146,7 +155,7 @@ class Planned:
     @property
     def measured_sets(self) -> int:
         """Sets that were measured now."""
-        return self.campaign.measured_sets
+        return self.before + self.campaign.measured_sets
 
     @property
     def completed(self) -> bool:
@@ -157,7 +166,7 @@ class Planned:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
         c = self.campaign
         again = Campaign(experiment or c.experiment, replace(c.target, **changes), c.instrument, c.ledger, c.traces)
-        return replace(self, campaign=again)
+        return replace(self, campaign=again, before=0)
 
     def measure(
         self,
@@ -169,7 +178,8 @@ class Planned:
     ) -> Planned:
         """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
 
-        ``yields`` as in ``Campaign.run``.
+        What it returns is of fewer cores where the machine was too busy for all of them. ``yields`` as in
+        ``Campaign.run``.
         """
         if seconds is None and self.campaign.target.seconds == 0:  # a page of a report, which measures for all of them
             if look:
@@ -188,9 +198,30 @@ class Planned:
                 kept = campaign.measured_sets
                 most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
                 raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
+            if campaign.crowded_out and (again := planned.on_free_cores()):
+                left = campaign.seconds_left()
+                if left is not None:  # an answer is worth more than the time
+                    left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
+                found = again.measure(seconds=left, stages=stages, look=look)
+                return replace(found, before=found.before + campaign.measured_sets)
         count = campaign.measured_sets
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned
+
+    def on_free_cores(self) -> Planned | None:
+        """The same question for the cores that other processes leave; None where these are too few for it."""
+        config = self.experiment.configurations[0]
+        cores = config.rank_threads(hardware.usable_cores()) * config.node_size
+        if self.on_cores is None or cores == 1:
+            return None
+        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
+        free = min(free_cores(), cores - 1)
+        self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
+        try:
+            return self.on_cores(free)
+        except ConfigError as error:
+            self.progress.stay(str(error))
+            return None
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
@@ -211,7 +242,9 @@ def plan_question(name: str, **settings: Any) -> Planned:
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
-    return Planned(campaign=campaign, output=output, progress=progress)
+    # A stage of a search gets the time that the search leaves, and its cores.
+    again = None if asked.cores or smoke or name in STAGES else lambda n: plan_question(name, **settings | {"cores": n})
+    return Planned(campaign=campaign, output=output, progress=progress, on_cores=again)
 
 
 def plan_experiment(
@@ -289,6 +322,7 @@ def _experiment(
     network = asked.network or usual_network(device, name)
     work = asked.workload or network
     cores = cores_of(name, asked, instrument, ledger, target=target, device=device, work=work)
+    compiles = name == "torch_compile" and grid.get("precision") is None and device == "cpu"
     setup = Setup(
         preset=asked.preset,
         network=network,
@@ -320,6 +354,8 @@ def _experiment(
                 probing = asked.preset != "smoke" and target.seconds != 0
                 how = {"output": output_folder(asked.output_dir), "progress": progress, "probing": probing}
                 setup = replace(setup, formats=_formats(ask(name, setup, **grid), cores, **how))
+        if compiles:
+            grid["precision"] = compiled_in(work, target.plan, instrument, ledger)
         parts.append(ask(name, setup, **grid))
     rows = ("families", "left_out", "profiles", "trials", "checks")  # of the rest a question has only one
     every: dict[str, Any] = {row: tuple(one for part in parts for one in getattr(part, row)) for row in rows}
@@ -346,7 +382,7 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
     return Images(folder=str(folder), sha256=manifest.content_hash, name=name, image_size=image_size)
 
 
-# --- the cores that a question is measured with: chosen once, and kept by its ledger ---
+# --- what is chosen once for a question by this machine, and kept by its ledger: cores and a precision ---
 
 
 def cores_of(
@@ -397,6 +433,22 @@ def _checked(cores: int, most: int) -> int:
     return cores
 
 
+def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
+    """In what a CPU compiles a network, or the user's training: as in earlier sets, bf16 if called faster, or fp32."""
+    here = (hardware.machine().key, instrument.code.key)
+    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
+    wanted = ("torch_compile", "baseline", plan.key)
+    before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
+    if earlier := [r.config.precision for r in before if (r.config.work_name, r.config.device) == (work, "cpu")]:
+        return earlier[-1]
+    if missing_to_explain():
+        return "fp32"
+    records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
+    records = [r for r in records if r.role == LOOK or (r.config.work_name, r.config.device) == (work, "cpu")]
+    found = all_cores_first(comparisons(study(records, "amp"))) if records else []
+    return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
+
+
 # --- two configurations, measured in the same sets -------------------------------------------------------------------
 
 
@@ -431,7 +483,8 @@ def plan_pair(
     if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
         return planned
     how["code"] = planned.campaign.instrument.code
-    return plan_pair(pair, names, output=output, cores=cores_of_pair(pair, planned), **how)
+    again = partial(plan_pair, pair, names, output=output, **how)
+    return replace(again(cores=cores_of_pair(pair, planned)), on_cores=lambda n: again(cores=n))
 
 
 def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Planned) -> int:

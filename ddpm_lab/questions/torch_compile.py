@@ -37,13 +37,12 @@ def torch_compile(
     global_batch_size: Batch = None,
     loader_workers: Workers = None,
 ) -> Experiment:
-    """Is torch.compile worth its compile time? Eager against compiled, on a GPU in bf16 autocast, on a CPU in fp32.
+    """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise.
 
     On a GPU with CUDA graphs too, in the same sets, which launch a step's kernels at once; in ``full`` block by block,
     which compiles less and leaves what lies between the blocks eager.
     """
-    full, usual_precision = setup.preset == "full", setup.usual_precision if setup.device == "cuda" else "fp32"
-    precision = precision or usual_precision
+    full, precision = setup.preset == "full", precision or setup.usual_precision
     count = (min(4, setup.usable_cores) if full else 0) if loader_workers is None else loader_workers
     loader = setup.files(count) if count else {"loader": "packed"}
     usual = sorted({1, setup.most_ranks}) if full else [1]
