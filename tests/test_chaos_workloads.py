@@ -15,7 +15,7 @@ import pytest
 from conftest import marked
 
 MINE = """
-import ctypes, os, signal, time
+import ctypes, os, random, resource, signal, subprocess, sys, threading, time
 import torch
 
 def loop(fault=lambda: None, at=30, result=1.0):
@@ -30,6 +30,13 @@ def ok():
 
 def after(fault, **how):
     return lambda: loop(fault, **how)
+
+def raise_(error):
+    raise error
+
+def several(what, count):
+    for _ in range(count):
+        what()
 
 def careful():
     while True:
@@ -51,26 +58,60 @@ def loads():
 def ends():
     yield from (1.0 for _ in range(20))
 
+def nothing():
+    yield from ()
+
+def slow():
+    while True:
+        time.sleep(0.05)
+        yield
+
+def in_build():
+    time.sleep(1000)
+
+class Caught(Exception):
+    pass
+
+raises = after(lambda: raise_(ValueError("planted")))
 segfaults = after(lambda: ctypes.string_at(0))
+runs_out = after(lambda: raise_(MemoryError()))
+leaves_0 = after(lambda: os._exit(0))
+leaves_3 = after(lambda: os._exit(3))
+exits = after(lambda: sys.exit("planted"))
+stops = after(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 is_nan = after(int, result=float("nan"))
+closes = after(lambda: os.closerange(3, 500))
 ignores = after(lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)], at=1)
+moves = after(lambda: os.chdir("/"), at=1)
 deletes = after(lambda: os.remove(__file__))
-forks = after(lambda: os.fork() or time.sleep(600))
+prints = after(lambda: several(lambda: print("x" * 10**6), 100))
+threads = after(lambda: several(threading.Thread(target=time.sleep, args=(600,), daemon=True).start, 1), at=1)
+forks = after(lambda: several(lambda: os.fork() or time.sleep(600), 3))
+starts = after(lambda: subprocess.Popen(["sleep", "600"]))
 hangs = after(lambda: time.sleep(1000), at=3)
 catches = after(careful, at=3)
+seeds = after(lambda: (random.seed(0), torch.manual_seed(0), torch.set_num_threads(1)))
+allocates = after(lambda: torch.empty(10**15))
 recurses = after(lambda: (f := lambda: f())())
 """
-RUNS = "ran as 1 rank"
+CRASH, RUNS = "crashed: rank 0", "ran as 1 rank"
 WORKLOADS = {
-    "segfaults": "was killed by SIGSEGV",
-    "is_nan": "no longer finite",
-    "ends": "the loop of mine:ends ended after 20",
-    "hangs": "for 60 s (more --minutes wait longer)",
-    "loads": "DataLoader worker (pid",
-    "catches": "(mine.py, line ",
-    "deletes": "the code was edited (mine)",
-    "recurses": "RecursionError",
-    **dict.fromkeys(("ignores", "forks"), RUNS),
+    **{"raises": "ValueError: planted (mine.py, line ", "segfaults": "was killed by SIGSEGV", "runs_out": "oom"},
+    **{"leaves_0": "ended with exit code 0", "leaves_3": "ended with exit code 3", "exits": "SystemExit: planted"},
+    **{
+        "stops": "no sign of life for",
+        "is_nan": "no longer finite",
+        "ends": "the loop of mine:ends ended after 20",
+    },
+    **{"nothing": "mine:nothing ended after 0 steps", "closes": CRASH},
+    **{"hangs": "for 60 s (more --minutes wait longer)", "in_build": "while building", "allocates": "oom"},
+    **{
+        "loads": "DataLoader worker (pid",
+        "catches": "(mine.py, line ",
+        "recurses": "RecursionError",
+        "deletes": "the code was edited (mine)",
+    },
+    **dict.fromkeys(("ignores", "moves", "prints", "threads", "forks", "starts", "seeds", "slow"), RUNS),
 }
 """What is said of each side, and that it is wrong or ran."""
 SHORT = ("loads", "recurses")
@@ -96,12 +137,19 @@ def test_a_side_that_misbehaves_is_blamed_and_leaves_nothing(
         except subprocess.TimeoutExpired:
             os.killpg(command.pid, signal.SIGKILL)
             raise
-    told = [text for text in said.splitlines() if WORKLOADS[side] in text and (side in text or "(mine)" in text)]
-    assert told, said[-3000:]
+    line = next(
+        (
+            text
+            for text in reversed(said.splitlines())
+            if WORKLOADS[side] in text and (side in text or "(mine)" in text)
+        ),
+        "",
+    )
+    assert line, said[-3000:]
     assert "Traceback" not in said
     assert "The baseline failed" not in said
     assert len(said) < 100_000
-    assert command.returncode == (2 if told[-1].startswith("ddpm-lab: ") else 0 if WORKLOADS[side] == RUNS else 1), said
+    assert command.returncode == (2 if line.startswith("ddpm-lab: ") else 0 if WORKLOADS[side] == RUNS else 1), said
     assert marked("CHAOS_MARK", side) == []
     assert [file.name for file in temporary.iterdir() if "torchinductor" not in file.name] == []  # torch's own cache
     record_property("chaos", (f"a workload that misbehaves: {side}", 1, f"exit code {command.returncode}"))

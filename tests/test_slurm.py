@@ -1,18 +1,19 @@
-"""Jobs on SLURM, from the job script to the table, with stand-ins for srun, scancel and scontrol."""
+"""Jobs on SLURM, from the job script to the table: with a stand-in for srun, and with a real one of two nodes."""
 
 import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records as make
-from conftest import Call, wait_for
+import slurm_cluster
+from conftest import Call
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
@@ -23,12 +24,7 @@ from ddpm_lab.reports.summary import RUNS, Summary, append_new, read_log, tell
 
 SCRIPT = CHECKOUT / "scripts" / "slurm.sh"
 ODD = """it's a "job" $(touch made) `touch made` %j;&\\ --"""
-STAND_INS = {
-    "srun": 'while [[ $1 == -* ]]; do shift; done; echo $$ >"$STEP"\n'
-    'if ((${SLURM_JOB_NUM_NODES:-1} == 2)); then SLURM_NODEID=1 "$@" & fi\nSLURM_NODEID=0 exec "$@"',
-    "scancel": 'kill -TERM "$(<"$STEP")"',
-    "scontrol": 'echo "$@" JobState=RUNNING | tee -a said',
-}
+SRUN = '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n'
 SETS = make.sets({"bf16": (RunConfig(precision="bf16"), 1.2)}, count=3, turns=2)
 
 
@@ -40,13 +36,10 @@ def program(path: Path, text: str) -> str:
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to submit from, and stand-ins for SLURM's programs."""
+    """A folder to submit from, with a stand-in for srun and without SLURM's other programs."""
     (bin_folder := tmp_path / "bin").mkdir()
-    for name, text in STAND_INS.items():
-        program(bin_folder / name, f"#!/bin/bash\n{text}\n")
-    monkeypatch.setenv("STEP", str(bin_folder / "step"))
-    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
-    for name in ("bash", "cut", "hostname", "tee"):
+    program(bin_folder / "srun", SRUN)
+    for name in ("bash", "cut", "hostname"):
         (bin_folder / name).symlink_to(Path("/bin", name))
     monkeypatch.setenv("PATH", str(bin_folder))
     (folder := tmp_path / "work").mkdir()
@@ -56,19 +49,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job(number: int, *words: object, python: str = sys.executable, task: int | None = None, last: int = 1) -> Path:
     """Run the job script as SLURM does; returns the log."""
-    with submitted(number, *words, python=python, task=task, last=last) as script:
-        script.wait()
-    return Path(f"slurm-{number}.out")
-
-
-def submitted(
-    number: int, *words: object, python: str = sys.executable, task: int | None = None, last: int = 1, **more: str
-) -> subprocess.Popen[bytes]:
-    told = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_CPUS_PER_TASK": "1", "DDPM_LAB_PYTHON": python, **more}
+    log = Path(f"slurm-{number}.out")
+    told = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_CPUS_PER_TASK": "1", "DDPM_LAB_PYTHON": python}
     if task is not None:
         told |= {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MAX": str(last)}
-    with Path(f"slurm-{number}.out").open("wb") as file:
-        return subprocess.Popen(["/bin/bash", SCRIPT, *map(str, words)], env=told, stdout=file, stderr=file)
+    with log.open("wb") as file:
+        subprocess.run(["/bin/bash", SCRIPT, *map(str, words)], env=told, stdout=file, stderr=file, check=False)
+    return log
 
 
 def line(*runs: Summary) -> str:
@@ -166,21 +153,71 @@ def test_the_table_of_jobs(call: Call, tmp_path: Path) -> None:
     assert "RuntimeError: no" in found["runs"][2]["note"]
 
 
+# --- a real SLURM ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if why := slurm_cluster.missing():
+        pytest.skip(why)
+    with slurm_cluster.cluster() as folder:
+        monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        yield folder
+    assert slurm_cluster.left(folder) == [], "something of the cluster is left"
+
+
 @pytest.mark.slow
-def test_a_job_of_two_nodes_and_one_that_nears_its_time_limit(work: Path, call: Call, tmp_path: Path) -> None:
-    """The first with one rank from the torchrun of each node; the second saves, and waits in the queue to go on."""
+def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / """it's a "job" $(touch made)"""
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("DDPM_LAB_PYTHON", sys.executable)
     prepare("synthetic", tmp_path / "data", image_size=8)
-    settings = ("--network", "tiny", "--image-size", 8, "--batch-size", 4, "--sample-every", 0, "--no-probe")
-    train = ("train", "--data", tmp_path / "data", *settings, "--steps")
-    with submitted(7, *train, 4, "--world-size", 2, SLURM_JOB_NUM_NODES="2", GLOO_SOCKET_IFNAME="lo") as both:
-        assert both.wait(300) == 0, Path("slurm-7.out").read_text()
-    with submitted(8, *train, 20_000, DDPM_LAB_REQUEUE="1") as long:
-        log = work / "slurm-8" / "log.jsonl"
-        wait_for(lambda: log.is_file() and log.stat().st_size)
-        long.send_signal(signal.SIGTERM)
-        assert long.wait(60)
-    assert "requeue 8" in Path("said").read_text()
-    saved = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", Path("slurm-8.out").read_text())[0].replace(",", ""))
-    assert max(Path("slurm-8/checkpoints").iterdir()).name == f"step-{saved:08d}.pt"
-    (run, _) = json.loads(call("collect", "--output-dir", tmp_path, "--json")[1])["runs"]
-    assert (run["job_id"], run["ranks"], run["steps"]) == ("7", 2, 4)
+
+    def submitted(*words: object, options: tuple[str, ...] = (), minutes: int = 5) -> str:
+        command = ["sbatch", "--parsable", f"--time={minutes}", *options, str(SCRIPT), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip().partition(";")[0]
+
+    train = (
+        "train",
+        "--data",
+        tmp_path / "data",
+        "--network",
+        "tiny",
+        "--image-size",
+        8,
+        "--batch-size",
+        4,
+        "--sample-every",
+        0,
+    )
+    monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
+    long = submitted(*train, "--steps", 10**6, minutes=2)
+    monkeypatch.delenv("DDPM_LAB_REQUEUE")
+    both = submitted(*train, "--world-size", 2, "--steps", 4, options=("--nodes=2",))
+    single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", tmp_path / "data", "--image-size", 8)
+    tasks = ("--", "--device", "cpu", "--", "--device", "cuda")
+    array = submitted("run", *single, *tasks, options=("--gpus-per-node=1", "--array=0-1"))
+
+    def ended() -> bool:
+        queue = subprocess.run(["squeue", "--noheader", "--format=%A|%T"], capture_output=True, text=True, check=True)
+        return [row.partition("|")[0] for row in queue.stdout.split()] == [long] and "PENDING" in queue.stdout
+
+    slurm_cluster.wait_for(ended, cluster, 270)
+    logs = {log.stem: log.read_text(errors="replace") for log in Path().glob("slurm-*.out")}
+    found = {run["job_id"]: run for run in json.loads(call("collect", "--output-dir", tmp_path, "--json")[1])["runs"]}
+    assert (found[both]["ranks"], found[both]["steps"]) == (2, 4), logs  # one rank from the torchrun of each node
+    assert found[both]["seconds"] > 0
+    assert Path(f"slurm-{both}/checkpoints/step-00000004.pt").is_file()
+    told = sorted(found.keys() - {long, both})
+    assert array in told
+    assert [found[job]["seconds"] is None for job in told].count(True) == 1, logs
+    failed = next(found[job] for job in told if found[job]["seconds"] is None)
+    assert failed["note"].startswith("no summary found; its last line: ddpm-lab: ")
+    assert {r.environment.slurm_job_id for r in held(tmp_path / LEDGER)} == set(told) - {failed["job_id"]}
+    # It saved before its time limit, and waits in the queue to go on from there.
+    saved = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", logs[f"slurm-{long}"])[0].replace(",", ""))
+    assert max(Path(f"slurm-{long}/checkpoints").iterdir()).name == f"step-{saved:08d}.pt"
+    assert not list(tmp_path.rglob("made")), "a shell has read a name"
