@@ -534,7 +534,7 @@ def test_another_network_on_other_images_hides_no_answer(tmp_path: Path) -> None
     days = [bf16(1.5, seed, family="seed, batch 8"), bf16(0.8, replace(PLAIN, data_sha256="b" * 64), seed=1)]
     answered(tmp_path, *days)
     shown = experiments.recommendation(ledger=tmp_path / "ledger.jsonl", output_dir=tmp_path, network="seed")
-    assert shown.finding.headline.startswith("bf16 is 50 % faster than fp32 for seed")
+    assert shown.finding.headline.startswith("Use bf16 for seed: 50 % faster than fp32")
 
 
 def test_another_size_is_another_training(tmp_path: Path) -> None:
