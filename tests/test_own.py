@@ -181,6 +181,7 @@ BAD = {
     "5": "DEF) returned int",
     "Training(model=7, data=data(), loss=loss)": "model is int",
     "Training(model=Net(), data=7, loss=loss)": "data is int",
+    "Training(model=(D := torch.nn.parallel.DistributedDataParallel).__new__(D), data=data(), loss=loss)": "is wrapped",
     "loss=loss, optimizer=torch.optim.SGD(Net().parameters())": "DEF): the optimizer holds none",
     "loss=lambda model, batch: model(batch[0])": "BODY) returned float32 8x10",
     "loss=lambda model, batch: loss(model, batch).detach()": "BODY) returned float32 without a gradient",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
@@ -135,6 +136,8 @@ class OwnTraining(Step):
         made = self.made
         if not isinstance(made.model, nn.Module):
             raise TypeError(f"{self.name}: model is {type(made.model).__name__}: give a torch.nn.Module")
+        if isinstance(made.model, DistributedDataParallel):
+            raise TypeError(f"{self.name}: model is wrapped in DistributedDataParallel: give the module that it wraps")
         if not isinstance(made.optimizer, torch.optim.Optimizer | None):
             raise TypeError(f"{self.name}: optimizer is {type(made.optimizer).__name__}: give a torch.optim.Optimizer")
         if callable(made.loss) == callable(made.step):
