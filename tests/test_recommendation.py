@@ -189,6 +189,9 @@ def test_a_search_that_finds_nothing_says_so() -> None:
     records = planted.searched(space, dict.fromkeys(planted.GAINS, 0.8), winner=(0, 0, 0, 0))
     found = question.answer(study(records))
     assert (found.finding.status, found.finding.sets) == (findings.ANSWERED, 0)
+    crash: dict[str, Any] = {"status": "crashed", "reason": "lost", "windows": ()}
+    lost = [replace(r, **crash) if (r.experiment, r.role) == (SEARCH, "candidate") else r for r in records]
+    assert question.answer(study(lost)).finding.status == stats.TOO_FEW, "nothing was tried"
     first = next(r.set_id for r in records)
     short = [r for r in records if r.experiment != SEARCH or r.set_id == first]
     few = question.answer(study(short)).finding

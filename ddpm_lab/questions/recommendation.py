@@ -401,7 +401,7 @@ def recommendation(study: Study) -> Recommendation | None:
         count=count,
         reach=max(count, _as_far_as(steps, OPEN)),
         space=space,
-        short_sets=len(found),
+        short_sets=len(found) if seen else 0,
         tried=" ".join(filter(None, tried)),
     )
 
