@@ -100,7 +100,10 @@ def test_an_empty_ledger_names_the_command() -> None:
 
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     ranks = {"4 ranks": (RunConfig(world_size=4, oversubscribe=True), 1.77)}
-    shown = answer(make.study(make.sets(ranks, experiment="multi_gpu", mechanism_only=["4 ranks"])))
+    records = make.sets(ranks, experiment="multi_gpu", mechanism_only=["4 ranks"])
+    first = next(r for r in records if r.label == "4 ranks")
+    once = replace(first, status="crashed", reason="the reason", windows=(), set_id="before")
+    shown = answer(make.study([once, *records]))
     assert shown.finding.status == MECHANISM_ONLY
     assert "4 ranks" in shown.finding.headline
     assert MECHANISM_ONLY in plain(shown.table())

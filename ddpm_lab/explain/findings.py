@@ -224,7 +224,9 @@ def _nothing_to_compare(
 ) -> Finding:
     """The finding of a study none of whose candidates has a speed: why, and what would give one."""
     whole = next((r for r in rows if r.label == WHOLE_QUESTION), None)
-    lost, hidden = [r for r in study.records if r.status not in _SOUND], [r for r in others if r.mechanism_only]
+    have = {r.run_id for r in study.records if r.windows}  # at another try
+    lost = [r for r in study.records if r.status not in _SOUND and r.run_id not in have]
+    hidden = [r for r in others if r.mechanism_only]
     if whole is not None:
         headline = f"Left out: this cannot be asked of {whole.config.work_name}"
         return plain(study, headline, quality.NOT_MEASURED, f"{whole.reason}.")
