@@ -37,7 +37,7 @@ display({{"image/png": "{PIXEL}"}}, metadata={{"image/png": {{"alt": "One grey <
 display({{"text/html": "<table><tr><td>1</td></tr></table>"}}, raw=True)
 display(
     {{"text/markdown": "**Planted** answer"}},
-    metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more"}}}},
+    metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more", "hardware": "x"}}}},
     raw=True,
 )"""
 SAY = r"""import os
@@ -110,7 +110,8 @@ def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
     kept = (folder / "notebooks" / "01_fails.ipynb").read_text()
     assert (json.loads(kept)["metadata"]["ddpm_lab"]["state"], "sizes" in kept) == ("failed", False)
     said = [line.partition("03_answers: ")[2] for line in lines if "03_answers: " in line]
-    assert said[1:] == ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", "A planted answer & more"]
+    told = "A planted answer & more (another machine)"
+    assert said[1:] == ["set 1 of 6", "set 2 of 6", "compiling, 2 s", "building, 2 s", told]
 
 
 @pytest.mark.slow
@@ -314,6 +315,22 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
 )
 def test_what_to_use_what_gains_nothing_and_what_is_open(pages: list[Page], found: list[Any]) -> None:
     assert answers(pages) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({}, "answered"),
+        ({"hardware": "That GPU"}, "another machine"),
+        ({"hardware": "That GPU", "published": True}, "published"),
+        ({"status": "not measured"}, "not measured"),
+    ],
+)
+def test_only_an_answer_of_this_machine_is_green(values: dict[str, Any], status: str) -> None:
+    given = {"hardware": "This CPU", "verdict": "slower", **values}
+    found = replace(page("amp", "bf16 is slower", **given), here="This CPU")
+    assert (found.status, found.kind == "answered") == (status, status == "answered")
+    assert (answers([found]) == []) == (status in ("another machine", "published"))
 
 
 # --- the numbered notebooks ---

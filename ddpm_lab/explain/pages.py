@@ -32,7 +32,8 @@ class Page:
     """What the index says about one notebook.
 
     ``state`` is one of not run, done, failed, stopped; ``finding`` holds the values that ``show.finding`` attached to
-    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64.
+    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64. ``here`` is the name of
+    the machine that the index is about.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Page:
     image: str = ""
     alt: str = ""
     earlier: bool = False
+    here: str = ""
 
     @property
     def published(self) -> bool:
@@ -50,11 +52,18 @@ class Page:
         return bool(self.finding.get("published"))
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether its answer is about another machine, or came with the checkout."""
+        hardware = self.finding.get("hardware")
+        return self.published or bool(self.here and hardware and hardware != self.here)
+
+    @property
     def status(self) -> str:
-        """What the chip says: failed, stopped, not run, published, inconclusive, ..., or answered."""
+        """What the chip says: failed, stopped, not run, published, another machine, inconclusive, ..., or answered."""
         if self.state != DONE:
             return self.state
-        return "published" if self.published else str(self.finding.get("status", "no answer"))
+        status = "another machine" if self.elsewhere else str(self.finding.get("status", "no answer"))
+        return "published" if self.published else status
 
     @property
     def kind(self) -> str:
@@ -84,7 +93,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
 
     An open question comes with the command that would answer it; what is faster, and not judged, is one too.
     """
-    mine = [p for p in pages if p.state == DONE and p.finding and not (p.published or p.earlier)]
+    mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
     ways: dict[str, list[str]] = {}
@@ -119,7 +128,7 @@ def title(notebook: Any) -> str:
     return next((str(line[2:].strip()) for line in lines if line.startswith("# ")), "A notebook without a title")
 
 
-def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
+def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> Page:
     """What an executed notebook says of itself: its state, its finding, and the figure of its answer."""
     own = notebook.metadata.get(METADATA, {})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -134,6 +143,7 @@ def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
         image=figure.data["image/png"].replace("\n", "") if figure else "",
         alt=(figure and figure.metadata.get("image/png", {}).get("alt")) or f"Figure of {name}",
         earlier=earlier,
+        here=here,
     )
 
 

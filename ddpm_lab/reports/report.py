@@ -27,6 +27,7 @@ from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.process import end_guarded, guarded, private_folder, temporary
 from ddpm_lab.measure.progress import FILE_VARIABLE
 from ddpm_lab.output import say
@@ -149,7 +150,7 @@ class Report:
             executed = self.folder / "notebooks" / file.name
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 with suppress(ConfigError):  # of a report that was killed
-                    page = pages.read(load(executed), file.stem, earlier=True)
+                    page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
             self.pages[file.stem] = page
 
     @property
@@ -231,11 +232,11 @@ class Report:
         notebook = load(target)
         notebook.metadata[METADATA] = {"state": state, "error": error}
         replace(target, json.dumps(notebook, indent=1) + "\n")
-        page = pages.read(notebook, file.stem)
+        page = pages.read(notebook, file.stem, here=hardware.machine().name)
         self.pages[file.stem] = page
         pages.write_page(page, notebook, self.folder / f"{file.stem}.html")
         self.index()
-        whose = " (published)" * page.published
+        whose = f" ({page.status})" * page.elsewhere
         self.say(file.stem, f"{state}: {error}" if error else f"{page.headline or state}{whose}")
 
     def index(self) -> Path:
