@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import records as make
 from cells import column
 
@@ -85,3 +86,13 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     (lost,) = crowded_sets(study.records)
     assert {m.turn for m in ms.moments(study) if m.record.set_id == lost} == {13, 14, 15, 16, 17, 18}, "over all sets"
     assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
+
+
+@pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False)])
+def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: bool) -> None:
+    one = RunConfig(threads=1)
+    study = make.study(make.sets({"bf16": (replace(one, precision="bf16"), 1.3)}, baseline=one))
+    (told,) = ms.warnings(with_others(study, others))
+    assert "1 of 2 cores" in told
+    assert ("other processes" in told) == taken
+    assert ms.warnings(replace(study, records=(*study.records, *make.sets({}, seed=1)))) == (), "all cores answered too"

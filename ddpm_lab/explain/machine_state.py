@@ -1,5 +1,7 @@
 """What the machine did while it was measured: neighbours, clocks, temperature, power and memory."""
 
+from collections import Counter, defaultdict
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -7,7 +9,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak, repeats_itself
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import LOST
+from ddpm_lab.plan import LEAST_SETS, LOST
 from ddpm_lab.record import RunRecord, Window, crowded_sets
 
 NOT_AVAILABLE = "not available"
@@ -60,14 +62,26 @@ def unknown(study: Study) -> str:
 
 
 def warnings(study: Study) -> tuple[str, ...]:
-    """Return sentences on disturbed sets, and on a machine that does not repeat itself."""
-    told = []
-    if disturbed := len(crowded_sets(study.records)):
+    """Return sentences on disturbed sets, a machine that does not repeat itself, and cores that no answer used."""
+    told, lost = [], crowded_sets(study.records)
+    if disturbed := len(lost):
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
         verbs = ("was", "does") if disturbed == 1 else ("were", "do")
         told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
     if not repeats_itself(study.looks):
         told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
+    taken: dict[tuple[int, int], list[float]] = defaultdict(list)
+    bases = [r for r in study.records if r.role == "baseline" and r.config.device == "cpu"]
+    sets = Counter(r.run_id for r in bases if r.windows and r.set_id not in lost)
+    for r in bases:
+        used, most = r.config.threads * r.config.node_size, r.machine.usable_cores
+        if 0 < used < most and sets[replace(r.config, threads=0).run_id] < LEAST_SETS:
+            taken[used, most] += [w.others_cores or 0.0 for w in r.windows]
+    if taken:
+        cores = " and ".join(f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken))
+        # A core counts as taken from a half on, as where the number of cores was chosen.
+        others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
+        told.append(f"Measured with {cores}{': other processes used the rest' * others}.")
     return tuple(told)
 
 
