@@ -239,6 +239,18 @@ def check_texts(figure: Figure) -> None:
             assert apart, f"{first!r} lies on {second!r}"
 
 
+def check_marks(figure: Figure) -> None:
+    """Fail if a mark lies outside its panel, or a panel's numbers cannot be read off its axis."""
+    for ax in figure.axes:
+        low, high = sorted(ax.get_xlim())
+        assert sum(low <= tick <= high for tick in ax.get_xticks()) >= 2
+        for line in drawn_lines(ax):
+            if line.get_marker() != "None" and line.get_clip_on():
+                places = np.column_stack(line.get_data()).astype(float)
+                pixels = ax.transData.transform(places[~np.isnan(places).all(axis=1)])
+                assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
+
+
 # What has been cut before.
 OFTEN = {"12 configurations", "wordy", "two families, learned", "budget, two ranks"}
 
@@ -249,9 +261,27 @@ OFTEN = {"12 configurations", "wordy", "two families, learned", "budget, two ran
 def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
     for figure in drawn(name).values():
         check_texts(figure)
+        check_marks(figure)
         assert "\N{HORIZONTAL ELLIPSIS}" not in words(figure)
         smallest = min(float(t.get_fontsize()) for t in texts(figure))
         assert smallest * 900 / figure.get_size_inches()[0] / 72 >= 11, "readable at 900 pixels"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resolved", {"", "time"}),
+        ("machine", {"", "speedup", "batch", "machine"}),
+        ("strong and weak, two CPU ranks", {""}),
+        ("compiled, costs", {"", "costs"}),
+        ("two families, learned", {"", "curves"}),
+        ("levers, learned", {"", "levers", "curves"}),
+        ("budget, two ranks", {"", "operators"}),
+        ("nothing", {""}),
+    ],
+)
+def test_a_question_has_the_figures_that_its_records_allow(name: str, expected: set[str]) -> None:
+    assert set(drawn(name)) == expected
 
 
 # --- comparisons ---
