@@ -74,8 +74,8 @@ def report(
     preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
 
     Raises:
-        ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0 or
-            too few to measure, torch cannot use the GPU, or the output folder cannot be written.
+        ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0,
+            torch cannot use the GPU, or the output folder cannot be written.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     if minutes is not None and not (number(minutes) and minutes > 0):
@@ -168,7 +168,7 @@ class Report:
     def all(self) -> None:
         """Measure, and make the pages of all notebooks one after the other, until a signal stops it."""
         try:
-            self.measure()  # what it refuses leaves an earlier report as it is
+            self.measure()
             self.index()
             with Stop() as stop:
                 stop.gentle = True
@@ -183,7 +183,7 @@ class Report:
     def measure(self) -> None:
         """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing.
 
-        The search is one of its own, and gets an equal share of the time. Raises ConfigError where there is too little.
+        The search is one of its own, and gets an equal share of the time.
         """
         if self.seconds is None:
             return
@@ -201,8 +201,7 @@ class Report:
             for name, file in names.items()
             if not self.values[file].keys() & {"ledger", "machine"}
         }
-        pages_take = NOTEBOOK_SECONDS * len(self.values)
-        seconds = self.seconds - self.elapsed().total_seconds() - pages_take
+        seconds = self.seconds - self.elapsed().total_seconds() - NOTEBOOK_SECONDS * len(self.values)
         for file in names.values():  # all but the search measure nothing by themselves
             self.values[file]["minutes"] = 0.0
         if asked.pop(RECOMMENDATION, None) is not None:
@@ -214,12 +213,7 @@ class Report:
         def say(name: str, line: str) -> None:
             self.say(names[name].stem if name in names else name, line)
 
-        try:
-            experiments.measure_all(asked, seconds=seconds, say=say)
-        except ConfigError as error:
-            least = str(error).partition(": ")[2]
-            spent = f"minutes is {self.seconds / 60:.2g}, and the pages take {pages_take / 60:.2g}"
-            raise ConfigError(f"{spent}: beside them {least}") from error
+        experiments.measure_all(asked, seconds=seconds, say=say)
 
     def one(self, file: Path, stop: Stop) -> None:
         """Execute one notebook, publish it, and bring the index up to date."""
