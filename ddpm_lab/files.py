@@ -29,12 +29,15 @@ NOT_IN_FILES = ("purpose", "workload", "options")
 
 
 def expanded(path: str | Path) -> Path:
-    """A path of the user's, with ``~`` as the home folder. Raises ConfigError for none."""
+    """A path of the user's, with ``~`` as a home folder. Raises ConfigError for none, or an unknown user's."""
     if not isinstance(path, str | Path):
         raise ConfigError(f"{path!r} is given as a path: give text")
     if path == "":
         raise ConfigError("a path is empty, as of a variable that is not set: give one")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: there is no such user's home folder; give the whole path, from / on") from error
 
 
 def output_folder(output_dir: str | Path | None) -> Path:

@@ -27,6 +27,8 @@ def printable(text: object) -> str:
 
 def prepare_streams() -> None:
     """Let characters that an output's encoding lacks be written as escapes. Raises LabError for a closed output."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for as long as the process lives
     if sys.stdout is None:  # what is opened next would take its place
         raise LabError("standard output is closed: send it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):

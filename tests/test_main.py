@@ -58,12 +58,13 @@ def test_what_commands_read_of_their_options_are_options() -> None:
 
 REFUSED = {
     "": ["COMMAND"],
-    "rnu amp": ["'rnu'", "compare"],
+    "rnu amp": ["'rnu'", "did you mean run?"],
     "run": ["EXPERIMENT"],
     "run ampp": ["'ampp'", "multi_gpu", "did you mean amp?"],
     "run amp --presett smoke": ["--presett", "did you mean --preset?"],
     "run amp --device cuda": ["'cuda'", "no GPU is visible"],
     "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%"],
+    "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a"],
     "run amp --output-dir FILE/below": ["FILE/below", "--output-dir"],
     "run amp --data=": ["a path is empty"],
     "rank": ["run, train, sample"],

@@ -126,6 +126,8 @@ def test_a_full_output_is_one_sentence(words: str, tmp_path: Path, monkeypatch: 
     with open("/dev/full", "w") as full, open("/dev/full", "w") as other:  # noqa: PTH123
         assert outcome(words.split(), monkeypatch, stdout=full, stderr=said) == 2, said.getvalue()
         assert outcome(["summary", "nowhere.jsonl"], monkeypatch, stdout=sys.__stdout__, stderr=other) == 2
+        assert outcome(["summary", "nowhere.jsonl"], monkeypatch, stderr=None) == 2, "closed, as by 2>&-"
+        sys.stderr.close()
     assert "standard output: No space left" in said.getvalue()
     assert said.getvalue().count("\n") == 1
 

@@ -123,6 +123,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return found, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = ", ".join(map(str, action.choices))
+            sentence = f"{value!r}: choose one of {names}{did_you_mean(value, action.choices)}"
+            raise argparse.ArgumentError(action, sentence)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"ddpm-lab: {printable(message)}; see {self.prog} --help\n")
 
