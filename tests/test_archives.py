@@ -243,6 +243,15 @@ def test_links_that_lead_nowhere_are_damaged_images(tmp_path: Path) -> None:
     assert [(i, "symbolic links" in why or "No such file" in why) for i, why in bad] == [(1, True), (2, True)]
 
 
+def test_a_jpeg_of_very_many_scans_is_refused(tmp_path: Path) -> None:
+    Image.new("L", (64, 64), 100).save(tmp_path / "few.jpg", progressive=True)
+    start = (whole := (tmp_path / "few.jpg").read_bytes()).rindex(b"\xff\xda")
+    (tmp_path / "many.jpg").write_bytes(whole[:start] + 50 * whole[start:-2] + whole[-2:])
+    assert decode(tmp_path / "few.jpg", 8).shape == (8, 8, 3)
+    with pytest.raises(ImageError, match="more than 40 scans"):
+        decode(tmp_path / "many.jpg", 8)
+
+
 def test_rgb_grey_and_palette_become_rgb(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     assert np.array_equal(decode(save(tmp_path / "1.png", pixels), 8), pixels)

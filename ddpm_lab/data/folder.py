@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 _DAMAGE = (None, errno.ENOENT, errno.ELOOP, errno.EINVAL)  # of an OSError; any other is no fault of the file
 # Pillow warns of more than 89 megapixels, as of an attack, and refuses twice as many; below these it decodes them.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-MAX_PIXELS = 50_000_000
+MAX_PIXELS, MAX_SCANS = 50_000_000, 40  # a progressive JPEG has some ten scans, and each of them takes its time
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -111,6 +111,8 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
             image: Image.Image = opened
             if (count := math.prod(image.size)) > MAX_PIXELS:
                 raise ValueError(f"it has {count:,} pixels, and the limit is {MAX_PIXELS:,}")
+            if "progressive" in image.info and Path(path).read_bytes().count(b"\xff\xda") > MAX_SCANS:
+                raise ValueError(f"it is drawn in more than {MAX_SCANS} scans")
             if "exif" in image.info:
                 image = ImageOps.exif_transpose(image)
             if image.mode != "RGB" or "transparency" in image.info:
