@@ -140,16 +140,16 @@ def never_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 @pytest.fixture
 def machine_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Sixteen cores, and the files of cgroups that the test puts here instead of the machine's own."""
+    """Sixteen cores, and the files, above all of cgroups, that the test puts here instead of the machine's own."""
     files: dict[str, str] = {}
     real = Path.read_text
 
     def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
         name = str(path)
-        if name.startswith(("/sys/fs/cgroup", "/proc/self/cgroup")):
-            if name not in files:
-                raise FileNotFoundError(name)
+        if name in files:
             return files[name]
+        if name.startswith(("/sys/fs/cgroup", "/proc/self/cgroup")):
+            raise FileNotFoundError(name)
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", read_text)

@@ -46,19 +46,20 @@ def test_a_busy_stranger_is_seen_and_a_busy_child_is_not() -> None:
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")
 
 
-def listed(monkeypatch: pytest.MonkeyPatch, *cores: tuple[float, float]) -> None:
+def listed(files: dict[str, str], monkeypatch: pytest.MonkeyPatch, *cores: tuple[float, float]) -> None:
     """Plant what each core was busy and had stolen, in seconds."""
+    files["/proc/stat"] = f"cpu{len(cores) - 1} 1\n"
     times = [Times(busy - 0.5, 0, 0.5, 9, 9, 0, 0, stolen, 1, 0) for busy, stolen in cores]
     monkeypatch.setattr(psutil, "cpu_times", lambda **_: times)
 
 
-def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_cores_of_this_process_count(machine_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Core 0 is a neighbour's."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
-    listed(monkeypatch, (7, 0), (1, 0.5), (2, 1))
+    listed(machine_files, monkeypatch, (7, 0), (1, 0.5), (2, 1))
     before = CpuClock.read()
     assert (before.busy, before.stolen) == (3, 1.5)
-    listed(monkeypatch, (90, 9), (2, 0.5), (4, 1.25))
+    listed(machine_files, monkeypatch, (90, 9), (2, 0.5), (4, 1.25))
     use = before.until(CpuClock.read()._replace(own=before.own, moment=before.moment + 2))
     assert (use.others_cores, use.stolen) == (1.5, 0.25)
 
@@ -66,14 +67,16 @@ def test_only_the_cores_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -
 def test_what_others_take_is_unknown_under_a_quota_and_where_the_kernel_shows_no_such_cores(
     machine_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed(monkeypatch, *[(1, 1)] * 15)
+    listed(machine_files, monkeypatch, *[(1, 1)] * 15)
     use = CpuClock.read().until(CpuClock.read())  # sixteen cores, as far as the affinity says
     assert (use.others_cores, use.stolen) == (None, None)
-    listed(monkeypatch, *[(1, 1)] * 16)
+    listed(machine_files, monkeypatch, *[(1, 1)] * 16)
     assert CpuClock.read().until(CpuClock.read()).others_cores == 0.0
     machine_files |= {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "500000 100000\n"}
     use = CpuClock.read().until(CpuClock.read())
     assert (use.busy, use.stolen, use.others_cores) == (0.0, 0.0, None)
+    machine_files["/proc/stat"] = "cpu16 1\n"
+    assert CpuClock.read().busy is None, "one of the first sixteen is switched off"
 
 
 # Free cores

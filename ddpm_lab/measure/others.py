@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -85,7 +86,8 @@ def difference(before: float | None, after: float | None) -> float | None:
 def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
     """Seconds that ``cores`` were busy and stolen since the machine started; None if one of them is not listed."""
     listed = psutil.cpu_times(percpu=True)
-    if max(cores) >= len(listed):
+    # With a core switched off, each behind it would be taken for the one before.
+    if max(cores) >= len(listed) or f"cpu{len(listed) - 1} " not in Path("/proc/stat").read_text():
         return None
     times = [listed[core] for core in cores]
     return sum(t.user + t.nice + t.system + t.irq + t.softirq for t in times), sum(t.steal for t in times)
