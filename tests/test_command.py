@@ -166,18 +166,22 @@ def test_files_of_settings_are_those_read_before_a_step_and_what_is_written_is_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", ["{python} -m pack.train", "{python} bin/train"])
 def test_the_programs_own_package_is_told_where_it_is_installed(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
-    """And no other package, whose version is told."""
+    """As a module or by an entry point; and no other package, whose version is told."""
     held = {"pack/train.py": TRAIN.replace("BEFORE", "import other").replace("    AFTER", ""), "other.py": ""}
     held["other-3.dist-info/METADATA"] = "Name: other\nVersion: 3\n"
+    held["pack-1.dist-info/entry_points.txt"] = "[console_scripts]\ntrain = pack.train:main\n"
     write(tmp_path, {f"site-packages/{name}": text for name, text in held.items()})
+    write(tmp_path, {"bin/train": "import pack.train\n"})
     installed = (tmp_path / "site-packages", Path(psutil.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, installed)))
-    group = start(run="{python} -m pack.train")
+    group = start(run=run)
     assert group.witness()[0]["versions"]["other"] == "3"
-    assert group.files == [str(tmp_path / "site-packages" / "pack" / "train.py")]
+    program = [str(tmp_path / "bin" / "train")] if "bin/train" in run else []
+    assert group.files == [*program, str(tmp_path / "site-packages" / "pack" / "train.py")]
 
 
 @pytest.mark.parametrize(("places", "devices"), [(["cpu"], [0]), (["cuda:2", "cpu", "cuda:1"], [1, 2])])

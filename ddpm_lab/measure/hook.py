@@ -183,12 +183,13 @@ class Turns:
         """The program, the modules of its own package, installed or not, and those that are no library's."""
         main = sys.modules["__main__"]
         program = Path(getattr(main, "__file__", None) or "").absolute()
-        own = (main.__package__ or "").partition(".")[0]  # of python -m
+        own = {main.__package__, *entry_modules(program.name)}  # of python -m, or of what pip put into a bin/
+        own = {(name or "").partition(".")[0] for name in own}
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
             top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
             # What torch.compile has written belongs to the libraries, as what is named after them.
-            counts = top == own or not (top in installed or _of_library(file))
+            counts = top in own or not (top in installed or _of_library(file))
             files |= {file} if counts and file[:1] == "/" and file[-3:] == ".py" else set()
         return sorted(files)
 
@@ -279,6 +280,18 @@ def _within_its_own_step(optimizer: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def entry_modules(command: str) -> set[str]:
+    """The modules that installed packages list as what a command runs."""
+    from importlib import metadata  # noqa: PLC0415 - as above
+
+    found = set()
+    for package in metadata.distributions():
+        with contextlib.suppress(Exception):
+            entries = [e for e in package.entry_points if (e.group, e.name) == ("console_scripts", command)]
+            found |= {entry.value.partition(":")[0] for entry in entries}
+    return found
 
 
 def attach(torch: Any) -> None:
