@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,9 +20,10 @@ import torch
 from conftest import BUSY, alive, busy_config, code_of
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import group as group_module
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.others import tree_seconds
-from ddpm_lab.measure.process import sweep
+from ddpm_lab.measure.process import DONE, Life, sweep
 from ddpm_lab.measure.witness import mismatches
 
 MODULES = code_of(BUSY).modules
@@ -180,6 +182,23 @@ def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int, pl
             g.window(settle=0, steps=steps, limit=2, stage="testing")
     assert caught.value.status == "timed out"
     assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
+
+
+def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a scheduler, or in a container: parent and ranks stop together for longer than any limit."""
+    clock = [0.0]
+    said = iter([None, None, DONE])
+
+    def wait(*_: Any, **__: Any) -> None:
+        clock[0] += 100.0 if clock[0] == 0.0 else 0.5
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(group_module, "connection", SimpleNamespace(wait=wait))
+    silent = {"hear": lambda: next(said), "life": lambda: Life(clock[0], 0, 0, "forward"), "stack": str}
+    job = object.__new__(Group)
+    job._ranks = [SimpleNamespace(**silent, ears=(), report={}, host="")]  # type: ignore[list-item]
+    job.config, job.limits, job.progress = busy_config(), Limits(), lambda _: None
+    assert job._reports(10.0, "testing") == [{}]
 
 
 def test_a_frozen_rank_is_found_and_leaving_kills_a_group_at_work() -> None:

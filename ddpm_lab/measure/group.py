@@ -25,6 +25,7 @@ from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
 
 SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
+AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself, as with a whole suspended job
 LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
 
 Progress = Callable[[str], None]
@@ -191,9 +192,11 @@ class Group(AbstractContextManager["Group"]):
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
         """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
         pending = dict(enumerate(self._ranks))
-        begun = shown = time.monotonic()
+        begun = shown = looked = awake = time.monotonic()
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
+            now = time.monotonic()
+            awake, looked = now if now - looked > AWAY_SECONDS else awake, now
             for number, rank in list(pending.items()):
                 if (said := rank.hear()) == DONE:
                     del pending[number]
@@ -203,7 +206,7 @@ class Group(AbstractContextManager["Group"]):
             last = min((life.steps for life in lives.values()), default=0)
             # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
             behind = {number: life for number, life in lives.items() if life.steps == last}
-            if behind and all(life.silent_seconds > limit for life in behind.values()):
+            if behind and now - awake > limit and all(life.silent_seconds > limit for life in behind.values()):
                 least = min(life.marks for life in behind.values())
                 stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
                 doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
@@ -211,7 +214,6 @@ class Group(AbstractContextManager["Group"]):
                 # Of some that stopped at one mark nobody can say who waits for whom.
                 who = ", ".join(map(self._name, stacks))
                 raise GroupFailed("timed out", f"{who} {how}", "\n".join(stacks.values()))
-            now = time.monotonic()
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
