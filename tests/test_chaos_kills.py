@@ -194,7 +194,7 @@ def test_kills(name: str, place: Path, record_property: Callable[[str, object], 
     words, said = ATTACKS[name]
     chance = random.Random(name)
     kills = [kill.split() for kill in said.split(", ")]
-    kills = (kills * 7)[:40] if FULL else kills[:2]
+    kills = (kills * 10)[:60] if FULL else kills[:2]
     for i, (number, target) in enumerate(kills):
         moment = chance.uniform(0, 8 if target == "parent" else 2)
         attack(words, (signal.Signals[number], target, moment), place, f"{place.name} {i}")
