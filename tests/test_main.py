@@ -75,6 +75,11 @@ REFUSED = {
     "run strategy --preset smoke": ["--preset"],
     "figures --ledger RECORDS --output-dir /proc/below": ["/proc/below"],
     "compare mine:before mine:after --per-step 8": ["--per-step"],
+    "compare TIME.toml TEXT.toml": ["TIME.toml", "options", "datetime.time"],
+    "compare TEXT.toml TIME.toml": ["TEXT.toml", "options", "'text'"],
+    "compare DEEP.toml TEXT.toml": ["DEEP.toml"],
+    "summary DIGITS.toml DIGITS.toml": ["DIGITS.toml", "4300 digits"],
+    f"summary {'x' * 5000}.jsonl": ["File name too long"],
     "train --steps 5": ["--output-dir"],
     "train --steps 5 --data EMPTY --output-dir EMPTY/run": ["EMPTY/run lies inside the image folder"],
     "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
@@ -103,8 +108,11 @@ def test_a_wrong_value_exits_2_with_one_line(call: Call, tmp_path: Path, monkeyp
     (tmp_path / "TEXT").write_text("# A page\n\nand no record\n")
     Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
     Ledger(tmp_path / "RECORDS").append(make.sets({"bf16": (replace(RunConfig(), precision="bf16"), 1.6)}))
-    (tmp_path / "GRID.toml").write_text("grid = 1")
-    (tmp_path / "WORK.toml").write_text(f'workload = "{COMMAND}"\n[options]\ncommand = "touch x"')
+    tables = {"DEEP": f"a = {'[' * 100_000}", "TIME": "[options]\nq = 07:32:00", "TEXT": 'options = "text"'}
+    tables |= {"DIGITS": f"seed = {'1' * 5000}", "GRID": "grid = 1"}
+    tables |= {"WORK": f'workload = "{COMMAND}"\n[options]\ncommand = "touch x"'}
+    for name, text in tables.items():
+        (tmp_path / f"{name}.toml").write_text(text)
     (tmp_path / "CELL.ipynb").write_text('{"cells": [5], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
     for arguments, words in REFUSED.items():
         given = shlex.split(arguments)
@@ -191,6 +199,20 @@ def test_a_full_disk_is_told_before_anything_is_measured(
         assert place in err
         assert "Traceback" not in err
         assert err.splitlines()[-1].startswith("ddpm-lab: ")
+
+
+@pytest.mark.slow
+def test_a_module_of_the_working_folder_hides_no_library(tmp_path: Path) -> None:
+    """The process that starts ranks imports libraries, in whatever folder one works."""
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('the wrong numpy')")
+    loops = "\n".join(f"def {name}():\n    while True:\n        time.sleep(0.001)\n        yield" for name in "ab")
+    (tmp_path / "mine.py").write_text(f"import time\n{loops}\n")
+    command = "import sys; del sys.path[0]; from ddpm_lab.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    words = ["compare", "mine:a", "mine:b", "--sets", "1", "--minutes", "0.1", "--output-dir", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    run = [sys.executable, "-c", command, *words]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 REACHED: dict[str, dict[str, Any]] = {

@@ -119,17 +119,17 @@ def outcome(arguments: list[str], monkeypatch: pytest.MonkeyPatch, **streams: An
 
 
 @pytest.mark.parametrize("words", ["summary a.out --json", "--version"])
-def test_a_full_output_is_one_sentence(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_or_closed_output_is_one_sentence(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.out").write_text(JOB)
     monkeypatch.chdir(tmp_path)
-    said = io.StringIO()
     with open("/dev/full", "w") as full, open("/dev/full", "w") as other:  # noqa: PTH123
-        assert outcome(words.split(), monkeypatch, stdout=full, stderr=said) == 2, said.getvalue()
+        for out, told in ((full, "standard output: No space left"), (None, "standard output is closed")):
+            assert outcome(words.split(), monkeypatch, stdout=out, stderr=(said := io.StringIO())) == 2, said.getvalue()
+            assert told in said.getvalue()
+            assert said.getvalue().count("\n") == 1
         assert outcome(["summary", "nowhere.jsonl"], monkeypatch, stdout=sys.__stdout__, stderr=other) == 2
         assert outcome(["summary", "nowhere.jsonl"], monkeypatch, stderr=None) == 2, "closed, as by 2>&-"
         sys.stderr.close()
-    assert "standard output: No space left" in said.getvalue()
-    assert said.getvalue().count("\n") == 1
 
 
 def test_an_encoding_that_lacks_characters_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

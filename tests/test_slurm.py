@@ -80,7 +80,7 @@ def test_each_task_gets_its_words(work: Path, tmp_path: Path) -> None:
 
 # --- logs ------------------------------------------------------------------------------------------------------------
 
-WRONG = [f'{{"{RUNS}": [{{"seconds": {value}}}]}}' for value in ('"x"', "-1", "NaN")]
+WRONG = [f'{{"{RUNS}": [{{"seconds": {value}}}]}}' for value in ('"x"', "-1", "NaN", "1" * 5000)]
 
 
 def test_what_a_job_tells_is_read_back(tmp_path: Path) -> None:
