@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import pytest
 import records as make
 from conftest import busy_config
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_noise import MACHINES, recorded
 from scipy import special
 
 from ddpm_lab.config import RunConfig
@@ -258,6 +260,17 @@ def test_so_many_sets_resolve_an_effect(effect: float, turns: int, within: float
     assert sets >= 4
     assert half_width(sets, turns, within, between) <= 1.05 * math.log1p(effect) / 2
     assert sets < 6 or half_width(sets - 2, turns, within, between) > math.log1p(effect) / 2
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine: str) -> None:
+    long = [row.twin for row in recorded(machine) if row.quiet and len(row.twin) == 12]
+    assert len(long) >= 50
+    within, between = shortfall.variances([list(v) for v in long])
+    for turns in (2, 3, 4, 6, 12):
+        pieces = [values[i : i + turns].mean() for values in long for i in range(0, 12, turns)]
+        said = np.sqrt(2 * (between**2 + within**2 / turns))
+        assert np.sqrt(np.mean(np.square(pieces))) == pytest.approx(said, rel=0.15), turns
 
 
 def test_windows_outlast_what_loader_workers_hold_ready() -> None:
