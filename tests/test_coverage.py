@@ -163,3 +163,38 @@ def test_at_most_five_percent_of_questions_make_a_false_call(
     """A primary comparison, or any of seven secondary ones, with and without a spread of others."""
     shares = {n: called(Machine(machine, np.random.default_rng(n)), looks, candidates, n, tries) for n in others}
     assert max(shares.values()) <= 0.05, shares
+
+
+@pytest.mark.slow
+@on_each_machine
+def test_twins_alarm_in_one_report_of_a_hundred_and_find_a_machine_that_does_not_repeat_itself(machine: str) -> None:
+    rng = np.random.default_rng(0)
+    shares = {}
+    for n, bias in ((4, 0.0), (6, 0.0), (6, 0.2)):
+        world, alarms = Machine(machine, rng), 0
+        for _ in range(2000):
+            logs = [stats.TWIN_SCALE * (world.twin(n) + bias * (i == 0)) for i in range(6)]
+            spreads = [stats.spread_of(logs[:i] + logs[i + 1 :]) for i in range(6)]
+            found = [stats.estimate(values, s).p for values, s in zip(logs, spreads, strict=True)]
+            alarms += stats.twins_differ(found)
+        shares[n, bias] = alarms / 2000
+    assert max(shares[n, 0.0] for n in (4, 6)) <= 0.012, shares
+    assert shares[6, 0.2] >= 0.8, shares
+
+
+@pytest.mark.slow
+@on_each_machine
+@pytest.mark.parametrize("others", [0, 10])
+def test_stopping_by_the_width_covers_the_truth(machine: str, others: int) -> None:
+    """One look at the end, from the eighth set on, with and without a spread of others."""
+    world = Machine(machine, np.random.default_rng(others))
+    found = []
+    for _ in range(1500):
+        spread, logs, count = stats.spread_of(world.others(others, 8)), world.question(80)[0], 0
+        while (to_come := stats.sets_to_come(logs[:count], 0.06)) and count < len(logs):
+            # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
+            count = min(len(logs), count + max(1, to_come // 2))
+        found.append(stats.estimate(logs[:count], spread))
+    assert 0.93 <= np.mean([e.contains(1) for e in found]) <= 0.97
+    assert np.mean([e.p < stats.FIRST_LOOK for e in found]) <= 0.05
+    assert np.mean([stats.verdict(e, e.p, stats.FIRST_LOOK, 0.06) == stats.SAME for e in found]) >= 0.9
