@@ -102,7 +102,12 @@ def test_batches_become_numbered_files(tmp_path: Path, write: Any) -> None:
 def test_members_that_point_outside_are_refused(tmp_path: Path) -> None:
     for name in ("../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png"):
         refused(make_tar(tmp_path / "a.tar.gz", {name: b"x"}), tmp_path / "inner" / "out", "points outside")
-    assert everything_under(tmp_path) <= {"a.tar.gz", "inner", "inner/out", "inner/out/train", "inner/out/test"}
+        with py7zr.SevenZipFile(tmp_path / "a.7z", "w") as archive:
+            archive.writestr(b"x", "out.png")
+            archive.header.files_info.files[0]["filename"] = name  # which no library writes
+        refused(tmp_path / "a.7z", tmp_path / "inner" / "out", "points outside")
+    made = {"a.tar.gz", "a.7z", "inner", "inner/out", "inner/out/train", "inner/out/test"}
+    assert everything_under(tmp_path) <= made
 
 
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:

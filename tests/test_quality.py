@@ -9,7 +9,7 @@ import records as make
 from cells import column
 from setups import setup
 
-from ddpm_lab.config import CHECK, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.selection import Study
@@ -93,7 +93,13 @@ def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name:
     setup = replace(HERE, preset="full", network="seed" if name == "peers" else "tiny")
     experiment = ask(name, setup, seeds=2)
     assert {c.label for c in experiment.checks} == CHECKED[name]
-    assert {(c.config.purpose, c.config.workload) for c in experiment.checks} <= {("check", CHECK)}
+    same = {"purpose": "timing", "workload": DDPM, "seed": 0, "options": ()}
+    settings = {replace(t.config, **same).run_id for t in judged(experiment)}  # type: ignore[arg-type]
+    families = {f.name: f.baseline for f in experiment.families}
+    for check in experiment.checks:
+        assert (check.config.purpose, check.config.workload) == ("check", CHECK)
+        assert check.baseline == families[check.family]
+        assert replace(check.config, **same).run_id in settings, "what is trained, to the last setting"  # type: ignore[arg-type]
     assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
 
 
