@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -417,6 +418,17 @@ def test_the_first_signal_is_noted_a_repeat_is_not_and_the_second_ends() -> None
         assert signal.getsignal(first) == before
     with Stop(), pytest.raises(Stopped):  # before there is anything to save
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_in_a_finalizer_which_drops_what_is_raised_ends_the_run_all_the_same() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = sys.unraisablehook
+    with Stop(), pytest.raises(Stopped):
+        time.sleep(5 * bool(Finalized()))
+    assert sys.unraisablehook is before
 
 
 def test_a_run_is_as_fast_as_its_last_settings(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

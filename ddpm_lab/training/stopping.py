@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -36,11 +39,22 @@ class Stop:
     def __enter__(self) -> Self:
         heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
         self._before = {number: signal.signal(number, self._handle) for number in heeded}
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._unraisable
+
+    def _lost(self, what: "sys.UnraisableHookArgs") -> None:
+        """Signal again where Stopped was raised in a finalizer or a callback, in which Python drops what is raised."""
+        if not isinstance(what.exc_value, Stopped):
+            self._unraisable(what)
+            return
+        self._seen = None
+        # Later than the start of a thread takes, which waits in here, where what is raised is dropped too.
+        threading.Timer(0.1, os.kill, (os.getpid(), what.exc_value.number)).start()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGINT and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
