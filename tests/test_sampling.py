@@ -267,6 +267,7 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
     group = ranks()
     bad: list[tuple[int, dict[str, Any], str]] = [
         (0, {}, "count is 0"),
+        (1_000_001, {}, "count is 1,000,001"),
         (1, {"world_size": 3}, "3 CPU ranks"),
         (1, {"steps": 301}, "at most the 300 timesteps"),
         (1, {"precision": "fp16"}, "precision 'fp16'"),

@@ -65,6 +65,8 @@ def sample(
     """
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)
+    if count > 1_000_000:  # a file is named by the six digits of its image's number
+        raise ConfigError(f"count is {count:,}: give at most 1,000,000, and more with another seed and folder")
     device = usual_device(device)
     nodes = spread(world_size)
     check_ranks(device, world_size // nodes, len(hardware.gpus()), hardware.usable_cores())
