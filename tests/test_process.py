@@ -68,6 +68,7 @@ def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
+        RuntimeError(f"{'NCCL WARN ' * 50}: CUDA error: out of memory"),
     ):
         assert process._error(error)["status"] == "oom"
     assert process._error(RuntimeError("CUDA error: an illegal memory access was encountered"))["status"] == "crashed"

@@ -204,7 +204,8 @@ def _error(error: BaseException) -> dict[str, Any]:
     """What a rank says of its failure: the fields of an ``Ending``."""
     unsupported = isinstance(error, Unsupported)
     message = str(error) if unsupported else _one_line(error)
-    status = "unsupported" if unsupported else "oom" if tells_of_memory(message) else "crashed"
+    memory = tells_of_memory(f"{type(error).__name__}: {error}")  # the message may be cut before it
+    status = "unsupported" if unsupported else "oom" if memory else "crashed"
     return {"status": status, "message": message, "detail": traceback.format_exc(), "time": time.monotonic()}
 
 
