@@ -118,7 +118,7 @@ def test_a_step_never_waits_for_the_device(never_waiting: Callable[[], AbstractC
     source = torch.Generator("cuda").manual_seed(0)
     x = torch.randn((2, 3, 8, 8), generator=source, device="cuda")
     for sampler in SAMPLERS.values():
-        steps = sampler(process(timesteps=20).to("cuda"), 10)
+        steps = sampler(process(timesteps=20), 10)
         with never_waiting():
             for step in steps:
                 x = denoise(wobbly, step, x, lambda: torch.randn((2, 3, 8, 8), generator=source, device="cuda"))

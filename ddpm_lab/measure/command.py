@@ -227,8 +227,9 @@ class CommandGroup:
             links = [peer.link for peer in (*pending, *self._strangers)]
             ready = connection.wait([self._listener, *links], timeout=0.5)
             self._accept(ready)
-            for peer in [p for p in self._strangers if p.link in ready]:
-                if peer.read():  # it would sleep while the others train
+            # One may have spoken together with those that are measured.
+            for peer in [p for p in self._strangers if p.answers or p.link in ready]:
+                if peer.answers or peer.read():  # it would sleep while the others train
                     several = "several of its processes make steps, of which torch.distributed knows nothing"
                     raise GroupFailed("crashed", f"{several}: only one could be measured{self._last()}")
                 self._strangers.remove(peer)
