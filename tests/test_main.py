@@ -80,7 +80,6 @@ REFUSED = {
     "compare DEEP.toml TEXT.toml": ["DEEP.toml"],
     "summary DIGITS.toml DIGITS.toml": ["DIGITS.toml", "4300 digits"],
     f"summary {'x' * 5000}.jsonl": ["File name too long"],
-    "train --steps 5": ["--output-dir"],
     "train --steps 5 --data EMPTY --output-dir EMPTY/run": ["EMPTY/run lies inside the image folder"],
     "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
     "sample none.pt --count 3": ["none.pt"],

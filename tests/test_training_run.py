@@ -347,7 +347,6 @@ def test_on_one_gpu_a_compiled_step_is_launched_as_graphs(plan: Plan, monkeypatc
 
 
 BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
-    ("", {}, {}, "--steps"),
     ("", {"steps": 0}, {}, "steps is 0"),
     ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
     ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3"),

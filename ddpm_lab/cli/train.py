@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.checks import choice
 from ddpm_lab.cli.options import Command, given, tracker_chosen
 from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
@@ -54,8 +54,6 @@ def prepare(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """128 and the signal's number if one ended it."""
-    if options.output_dir is None:
-        raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
     with Stop() as stop:
         return _train(options, stop)
 
@@ -64,7 +62,8 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     settings = given(options, "data", *TRAINED_BY)
     if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
-    folder, output = expanded(options.output_dir).absolute(), output_folder(None)
+    output = output_folder(None)
+    folder = output / "runs/first" if options.output_dir is None else expanded(options.output_dir).absolute()
     progress, tracker = Progress("train"), tracker_chosen(options.tracker)
     config, schedule, said = training_run.plan_training(
         settings,
@@ -92,10 +91,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     progress.done(", ".join([f"step {outcome.step:,} of {max(outcome.step, schedule.steps):,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
         where = f"{signal.Signals(stop.number).name}, saved after step {outcome.step:,}"
-        say(
-            f"{where}: the same command with --output-dir {shlex.quote(options.output_dir)} goes on from there",
-            error=True,
-        )
+        say(f"{where}: the same command with --output-dir {shlex.quote(str(folder))} goes on from there", error=True)
         return 128 + stop.number
     busy = watch.state.get("gpu_utilisation_percent")
     summary.tell([summary.of_training(config, folder, busy, hardware.machine())])
@@ -134,9 +130,9 @@ COMMANDS = {
     ),
     "train": Command(
         train,
-        "train --data path/to/images --output-dir runs/first --steps 20000",
+        "train --data path/to/images",
         f"data output-dir config no-probe held-out skip-bad tracker {' '.join(TRAINED_BY)}",
-        {"output-dir": "folder of this run: checkpoints, samples, log, settings", **TRAINED_BY},
+        {"output-dir": "folder of this run: checkpoints, samples, log, settings (default: runs/first)", **TRAINED_BY},
         more=lambda parser, _: declared.add_options(parser, SCHEDULE.values()),
     ),
     "sample": Command(

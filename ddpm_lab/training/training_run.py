@@ -50,7 +50,7 @@ TABLE = "train"
 class Schedule:
     """How long a run trains, and what is done every so many steps and after the last; 0 is never."""
 
-    steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)]
+    steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)] = 20_000
     save_every: Annotated[int, Opt("steps between checkpoints, at most ten minutes", least=1)] = 1_000
     sample_every: Annotated[int, Opt("steps between sample grids; 0: none", least=0)] = 1_000
     evaluate_every: Annotated[int, Opt("steps between held-out losses; 0: none", least=0)] = 1_000
@@ -150,8 +150,6 @@ def _given(
         (values[table] if table else values)[inner] = value
     times = {**values.pop(TABLE), **schedule}
     known(f"[{TABLE}]", times, Schedule)
-    if "steps" not in times:
-        raise ConfigError("how long to train is not given: give --steps, or steps in the table [train] of --config")
     return values, Schedule(**times)
 
 
