@@ -175,12 +175,22 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def test_lines_come_once_a_second_and_say_how_long_it_still_takes(capsys: Captured, now: list[float]) -> None:
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 1), (False, 10)])
+def test_lines_come_at_intervals_longer_where_they_stay(
+    terminal: bool, seconds: int, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[str]()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(module, "say", lambda line, **_: shown.append(line))
     progress = Progress("amp")
-    for tenth in range(35):
+    for tenth in range(350):
         now[0] = 1000.0 + tenth / 10
         progress(f"line {tenth}")
-    assert capsys.readouterr().err.splitlines() == [f"amp: line {n}" for n in (0, 10, 20, 30)]
+    assert shown == [f"amp: line {n}" for n in range(0, 350, 10 * seconds)]
+
+
+def test_lines_say_how_long_it_still_takes(capsys: Captured, now: list[float]) -> None:
+    progress = Progress("amp")
     now[0] = 1000.0
     progress.expect(60)
     for now[0] in (1000.0, 1030.0):

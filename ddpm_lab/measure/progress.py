@@ -13,10 +13,11 @@ from typing import Any
 from ddpm_lab.output import printable, say
 
 FILE_VARIABLE = "DDPM_LAB_PROGRESS"  # a file that receives every line, for whoever runs notebooks in batch
+REPLACED_SECONDS, KEPT_SECONDS = 1.0, 10.0  # between lines that take the last one's place, and between others
 
 
 class Progress:
-    """Called with one line of text; shows it at most about once a second, except where ``always`` asks for it."""
+    """Called with one line of text; ``always`` shows it at once, else where the last one is some time ago."""
 
     def __init__(self, title: str, *, quiet: bool = False, say: Callable[[str], None] | None = None) -> None:
         self.title, self.quiet, self.say = title, quiet, say
@@ -27,9 +28,11 @@ class Progress:
         shell = sys.modules.get("IPython")
         self._shell = shell.get_ipython() if shell else None
         self.in_notebook = self._shell is not None
+        replaced = say is None and (self.in_notebook or sys.stderr.isatty())
+        self._pause = REPLACED_SECONDS if replaced else KEPT_SECONDS
 
     def __call__(self, text: str) -> None:
-        if time.monotonic() - self._shown >= 1.0:
+        if time.monotonic() - self._shown >= self._pause:
             self.always(text)
 
     def always(self, text: str, *, stays: bool = False) -> None:
