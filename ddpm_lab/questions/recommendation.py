@@ -254,8 +254,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
     if any(c.verdict == FASTER for c in rows):
         why = "what is faster here costs quality, or builds on what is not known to be faster"
-    headline, verb = f"Keep the defaults{_for(rows[0].baseline)}: {why}", "is" if len(unknown) == 1 else "are"
-    headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
+    headline = f"Keep the defaults{_for(rows[0].baseline)}: {why}"
     status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
     return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
 
