@@ -87,15 +87,8 @@ def test_what_a_job_tells_is_read_back(tmp_path: Path) -> None:
     """Between other lines, after the number that ``srun --label`` gives it; a line that was cut off is left out."""
     log, run = tmp_path / "slurm-7.out", Summary(log=str(tmp_path / "slurm-7.out"))
     runs = [dataclasses.replace(run, seconds=1.5, gpus=2), dataclasses.replace(run, loss=0.25, note='a "b"')]
-    lines = [
-        *WRONG,
-        f'{{"{RUNS}": 3}}',
-        "0: " + line(*runs) + "\x1b[0m",
-        "RuntimeError",
-        line(runs[0]),
-        line(runs[1])[:40],
-    ]
-    log.write_text("\n".join(lines))
+    told = ["0: " + line(*runs) + "\x1b[0m", "RuntimeError", line(runs[0]), line(runs[1])[:40]]
+    log.write_text("\n".join([*WRONG, f'{{"{RUNS}": 3}}', *told]))
     assert read_log(log) == [*runs, runs[0]]
 
 
@@ -180,19 +173,8 @@ def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monke
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.strip().partition(";")[0]
 
-    train = (
-        "train",
-        "--data",
-        tmp_path / "data",
-        "--network",
-        "tiny",
-        "--image-size",
-        8,
-        "--batch-size",
-        4,
-        "--sample-every",
-        0,
-    )
+    small = "--network tiny --image-size 8 --batch-size 4 --sample-every 0"
+    train = ("train", "--data", tmp_path / "data", *small.split())
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
     long = submitted(*train, "--steps", 10**6, minutes=2)
     monkeypatch.delenv("DDPM_LAB_REQUEUE")
