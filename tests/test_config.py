@@ -80,16 +80,6 @@ def test_another_process_and_the_identity_are_told_what_is_not_usual() -> None:
     assert config.run_id == digest(told)
 
 
-def test_the_identity_does_not_depend_on_how_a_configuration_came_about() -> None:
-    backwards = RunConfig.from_dict(dict(reversed(START.as_dict().items())))
-    assert backwards.run_id == START.run_id
-    ordered, reordered = (RunConfig(options=o) for o in ((("a", 1), ("b", 2)), (("b", 2), ("a", 1))))
-    assert ordered.run_id == reordered.run_id
-    config = RunConfig(options=(("micro_steps", 7),), global_batch_size=96, world_size=3, accumulation=2)
-    assert [config.option(name, 100) for name in ("micro_steps", "fault")] == [7, 100]
-    assert config.rank_batch_size == 32
-
-
 REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     # without effect
     (RunConfig, {"compile_mode": "max-autotune"}, ["compile_mode"]),
