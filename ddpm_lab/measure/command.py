@@ -28,7 +28,7 @@ import psutil
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
-from ddpm_lab.measure.group import GroupFailed, Limits
+from ddpm_lab.measure.group import Awake, GroupFailed, Limits
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
@@ -162,7 +162,8 @@ class CommandGroup:
         """Wait until every rank has made its first step."""
         greetings: dict[int, dict[str, Any]] = {}
         peers: dict[int, _Peer] = {}
-        begun, limit = time.monotonic(), self.limits.build_seconds
+        awake, limit = Awake(), self.limits.build_seconds
+        begun = awake.since
         while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
             ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
             self._accept(ready)
@@ -176,11 +177,12 @@ class CommandGroup:
                     peers[said["rank"]], greetings[said["rank"]] = peer, said
             if not ready and self._process and self._process.poll() is not None:
                 self._fail(f"before a step of {self._optimizer}")
-            if time.monotonic() - begun > limit:
+            now = awake.look()
+            if now - awake.since > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
                 how = f"no step of {self._optimizer} in {self.limits.told(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
-            self.progress(f"before its first step, {time.monotonic() - begun:.0f} s")
+            self.progress(f"before its first step, {now - begun:.0f} s")
         self._peers = [peers[rank] for rank in sorted(peers)]
         self.pids = [greetings[min(greetings)]["pid"]]
 
@@ -219,7 +221,8 @@ class CommandGroup:
 
     def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
         self._paused.resume()
-        begun = shown = time.monotonic()
+        awake = Awake()
+        begun = shown = awake.since
         for peer in self._peers:
             peer.heard = begun
             peer.tell(**command)
@@ -236,8 +239,8 @@ class CommandGroup:
                 peer.link.close()
             if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
                 self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
-            now = time.monotonic()
-            if now - max(peer.heard for peer in pending) > limit:
+            now = awake.look()
+            if now - max(awake.since, *(peer.heard for peer in pending)) > limit:
                 silent = f"made no step of {self._optimizer} for {limit:.0f} s while {stage}"
                 raise GroupFailed("timed out", f"{silent}{self._last()}")
             if now - shown >= 2:

@@ -59,6 +59,21 @@ class Limits:
         return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
 
 
+class Awake:
+    """Since when this process has been awake: a limit that was over while it was stopped itself begins anew."""
+
+    def __init__(self) -> None:
+        self.since = self._looked = time.monotonic()
+
+    def look(self) -> float:
+        """The time now; to be called about every half second."""
+        now = time.monotonic()
+        if now - self._looked > AWAY_SECONDS:
+            self.since = now
+        self._looked = now
+        return now
+
+
 class Group(AbstractContextManager["Group"]):
     """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``.
 
@@ -192,11 +207,11 @@ class Group(AbstractContextManager["Group"]):
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
         """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
         pending = dict(enumerate(self._ranks))
-        begun = shown = looked = awake = time.monotonic()
+        awake = Awake()
+        begun = shown = awake.since
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
-            now = time.monotonic()
-            awake, looked = now if now - looked > AWAY_SECONDS else awake, now
+            now = awake.look()
             for number, rank in list(pending.items()):
                 if (said := rank.hear()) == DONE:
                     del pending[number]
@@ -206,7 +221,7 @@ class Group(AbstractContextManager["Group"]):
             last = min((life.steps for life in lives.values()), default=0)
             # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
             behind = {number: life for number, life in lives.items() if life.steps == last}
-            if behind and now - awake > limit and all(life.silent_seconds > limit for life in behind.values()):
+            if behind and now - awake.since > limit and all(life.silent_seconds > limit for life in behind.values()):
                 least = min(life.marks for life in behind.values())
                 stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
                 doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
