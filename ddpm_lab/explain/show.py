@@ -96,7 +96,6 @@ def _path(answer: Answer, suffix: str = "") -> Path:
 
 
 def _show_figure(drawn: Figure, alt: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(drawn, path)
     image = base64.b64encode(path.read_bytes()).decode("ascii")
     _display({"image/png": image, "text/plain": alt}, {"image/png": {"alt": alt}})

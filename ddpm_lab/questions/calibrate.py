@@ -34,6 +34,7 @@ from ddpm_lab.training.setting import usual_device
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.training.pieces:pieces"
 PIECES, EXTRA = 100, 5  # of the work of a step, and how many the planted slowdown adds
+PLANTED, TRUTH = EXTRA / PIECES, PIECES / (PIECES + EXTRA)  # the slowdown as a share of the work, and its ratio
 MOST_FAILURES = 2
 
 
@@ -106,15 +107,6 @@ class Calibration:
         return self.twin.sets >= stats.LEAST_SETS and self.twin.ratio.p < 0.01
 
     @property
-    def planted(self) -> float:
-        """The slowdown that was planted, as a share of the work of a step."""
-        return float(self.slower.config.option("pieces", 0) / self.slower.baseline.option("pieces", 1) - 1)
-
-    @property
-    def truth(self) -> float:
-        return 1 / (1 + self.planted)
-
-    @property
     def planted_found(self) -> bool:
         """Whether the planted slowdown was called slower."""
         slow = self.slower.ratio
@@ -145,7 +137,8 @@ class Calibration:
         return {
             "hardware": machine.name,
             "date": self.first.environment.date,
-            **{name: getattr(self, name) for name in ("passed", "fit", "step_seconds", "planted", "planted_found")},
+            **{name: getattr(self, name) for name in ("passed", "fit", "step_seconds", "planted_found")},
+            "planted": PLANTED,
             "sets": self.slower.sets,
             "verdict": self.verdict(),
             "disturbed_sets": self.slower.disturbed_sets,
@@ -154,9 +147,9 @@ class Calibration:
             "noise_between_sets": None if math.isnan(self.noise) else self.noise,
             "null": null,
             "null_called_at_99": self.null_called,
-            "planted_ratio": self.truth,
+            "planted_ratio": TRUTH,
             "planted_measured": slow,
-            "planted_in_95_interval": self.slower.ratio.contains(self.truth),
+            "planted_in_95_interval": self.slower.ratio.contains(TRUTH),
             "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
         }
 
@@ -168,7 +161,7 @@ class Calibration:
         if self.null_called:
             return "Not fit to measure now: the baseline differs from itself at the 99 % level"
         if not self.planted_found:
-            return f"Not fit to measure now: a planted slowdown of {_percent(self.planted)} was not found"
+            return f"Not fit to measure now: a planted slowdown of {_percent(PLANTED)} was not found"
         how = "Fit to measure: {} a difference of" if self.fit else "Fit for large differences only: {}"
         return f"{how.format(f'{max(MINUTES)} minutes resolve')} {_percent(self.resolvable[max(MINUTES)])}"
 
@@ -204,7 +197,7 @@ def lines(found: Calibration) -> list[str]:
     slower, cores = found.slower, phrases.plural(found.first.environment.machine.usable_cores, "core")
     judged = "not judged" if slower.sets < stats.LEAST_SETS else "found" if found.planted_found else "missed"
     if slower.sets > 1:
-        judged += f", and the truth lies {'inside' if slower.ratio.contains(found.truth) else 'outside'} the interval"
+        judged += f", and the truth lies {'inside' if slower.ratio.contains(TRUTH) else 'outside'} the interval"
     some = f", with {slower.config.threads} of {cores}" if slower.config.threads else ""
     sets = f"{phrases.plural(slower.sets, 'set')} of {found.seconds_per_set:.1f} s"
     lost = f"; {slower.disturbed_sets} more were disturbed by other processes and do not count"
@@ -214,7 +207,7 @@ def lines(found: Calibration) -> list[str]:
         f"Measured: {sets}, steps of {phrases.seconds(found.step_seconds)}{some}{lost * bool(slower.disturbed_sets)}.",
         f"Baseline against itself: {_estimate(found.twin)}; {'' if found.null_called else 'not '}called different at "
         "the 99 % level.",
-        f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): {_estimate(slower)}; {judged}.",
+        f"{_percent(PLANTED)} more work planted (true ratio {TRUTH:.3f}): {_estimate(slower)}; {judged}.",
         f"Noise between sets: {_percent(found.noise)}.",
         f"Smallest difference that can be resolved: {', '.join(resolved)}.",
     ]
