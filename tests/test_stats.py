@@ -31,12 +31,16 @@ def test_one_set_has_a_ratio_and_no_interval_and_equal_ones_no_doubt() -> None:
 
 
 def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> None:
-    known = (30.0, math.nan, math.nan)
-    assert stats.quotient_interval(known, (0.02, 0.015, 0.03)) == pytest.approx((1000, 2000))
-    assert stats.quotient_interval((30.0, 20.0, 40.0), (0.02, 0.02, 0.02)) == pytest.approx((1000, 2000))
-    assert stats.quotient_interval(known, (0.02, -0.001, 0.05)) == pytest.approx((600, math.inf))
+    known, wide = stats.Interval(value=30.0), stats.Interval(value=30.0, low=20.0, high=40.0)
+    for a, b, ends in (
+        (known, stats.Interval(value=0.02, low=0.015, high=0.03), (1000, 2000)),
+        (wide, stats.Interval(value=0.02), (1000, 2000)),
+        (known, stats.Interval(value=0.02, low=-0.001, high=0.05), (600, math.inf)),
+    ):
+        assert stats.quotient_interval(a, b) == pytest.approx(ends)
     for known_b in np.linspace(0.001, 1, 200):  # the difference of two equal products may round to less than nothing
-        assert stats.quotient_interval((0.3,) * 3, (known_b,) * 3) == pytest.approx((0.3 / known_b,) * 2, rel=1e-6)
+        found = stats.quotient_interval(stats.Interval(value=0.3), stats.Interval(value=known_b))
+        assert found == pytest.approx((0.3 / known_b,) * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(("few", "many", "spread"), [(2, 6, 0.05), (3, 12, 0.1)])
@@ -46,7 +50,7 @@ def test_the_interval_of_a_quotient_covers_it(few: int, many: int, spread: float
     for _ in range(1500):
         a = stats.estimate(np.log(30) + rng.normal(0, spread, few))
         b = stats.estimate(np.log(0.02) + rng.normal(0, 0.05, many))
-        low, high = stats.quotient_interval((a.value, a.low, a.high), (b.value, b.low, b.high))
+        low, high = stats.quotient_interval(a, b)
         hits.append(low <= 1500 <= high)
     assert 0.93 <= np.mean(hits) <= 0.985
 

@@ -190,7 +190,6 @@ def projection(rows: Sequence[Comparison]) -> tuple[str, Callable[..., Interval]
     def time_of(c: Comparison, base: Comparison | None = None) -> Interval:
         if base is None or c is base:
             return Interval(value=c.projected_seconds / scale)
-        ratio, whole = c.ratio.inverse, base.projected_seconds / scale
-        return Interval(value=whole * ratio.value, low=whole * ratio.low, high=whole * ratio.high)
+        return c.ratio.inverse.times(base.projected_seconds / scale)
 
     return unit, time_of

@@ -83,8 +83,7 @@ class Comparison:
 
     @property
     def efficiency(self) -> stats.Interval:
-        gain = self.config.world_size / self.baseline.world_size
-        return stats.Interval(value=self.ratio.value / gain, low=self.ratio.low / gain, high=self.ratio.high / gain)
+        return self.ratio.times(self.baseline.world_size / self.config.world_size)
 
     @property
     def resolved(self) -> bool:

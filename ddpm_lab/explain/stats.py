@@ -40,6 +40,9 @@ class Interval:
     def inverse(self) -> Self:
         return replace(self, value=1 / self.value, low=1 / self.high, high=1 / self.low)
 
+    def times(self, factor: float) -> "Interval":
+        return Interval(value=factor * self.value, low=factor * self.low, high=factor * self.high)
+
     @property
     def apart(self) -> float:
         """How far an interval that excludes 1 reaches from it, as a ratio above 1; 1 of any other."""
@@ -199,17 +202,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def quotient_interval(
-    numerator: tuple[float, float, float], denominator: tuple[float, float, float]
-) -> tuple[float, float]:
-    """Interval of a / b from value, low and high of each, independent and positive: MOVER (Donner & Zou 2012).
+def quotient_interval(numerator: Interval, denominator: Interval) -> tuple[float, float]:
+    """Interval of a / b, independent and positive: MOVER (Donner & Zou 2012).
 
-    A value without bounds (NaN) counts as known. The upper end is infinite where b may be as low as 0.
+    A value without an interval counts as known. The upper end is infinite where b may be as low as 0.
     """
-    (a, a_low, a_high), (b, b_low, b_high) = (
-        (v, v, v) if math.isnan(low) or math.isnan(high) else (v, low, high)
-        for v, low, high in (numerator, denominator)
-    )
+    a, b = numerator.value, denominator.value
+    (a_low, a_high), (b_low, b_high) = (i.ends if i.exists else (i.value, i.value) for i in (numerator, denominator))
     below, above = a_low * (2 * a - a_low), a_high * (2 * a - a_high)
     # What is zero where both are known may come out of the rounding as less.
     low = below / (a * b + math.sqrt(max(0.0, (a * b) ** 2 - below * b_high * (2 * b - b_high))))

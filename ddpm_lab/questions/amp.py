@@ -13,7 +13,6 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import CPU_PRECISIONS, CUDA_PRECISIONS, Batch, Precisions, Setup, WorldSizes
 
 QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)
@@ -51,7 +50,7 @@ def answer(study: Study) -> Answer:
     """Compare the speed of each format with the baseline's."""
     times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
     found = compared(study, own=lambda first: beside_tf32(study, first))
-    return speeds(study, found, views=(times, *trained_views(study)))
+    return speeds(study, found, views=(times,))
 
 
 def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.declared import arguments
 from ddpm_lab.explain.answer import Answer, speeds
+from ddpm_lab.explain.comparisons import comparisons, families
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Question
 from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.questions.search import recommendation, search
+from ddpm_lab.questions.trained import trained_view
 from ddpm_lab.training.setting import Setup, nothing_asked
 
 
@@ -95,4 +97,5 @@ def answer(study: Study) -> Answer:
     # Figures of a user's training lie beside those of the lab's.
     own = "".join(f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own)
     file = about.file + re.sub(r"\W", "_", own)[:60]  # of up to four bytes each
-    return dataclasses.replace(found, finding=named, file=file, trains=about.trains)
+    views = (*found.views, trained_view(study, families(comparisons(study)))) if about.trains else found.views
+    return dataclasses.replace(found, finding=named, file=file, trains=about.trains, views=views)

@@ -12,7 +12,6 @@ from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure.alone import search_ended
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batches, Precision, Setup, WorldSize
 
 QUESTION = Question(title="How large a batch fits, and does a larger one train faster?", file="batch_size", trains=True)
@@ -47,7 +46,7 @@ def batch_size(
 
 def answer(study: Study) -> Answer:
     """Compare the speed of each batch size, and say which is the largest that fits."""
-    return speeds(study, compared(study, notes=[sentence(study)]), views=trained_views(study))
+    return speeds(study, compared(study, notes=[sentence(study)]))
 
 
 def sentence(study: Study) -> str:

@@ -228,7 +228,7 @@ def _against(wrong: Sequence[float], right: Interval, *, times: int = 1) -> Read
     """A number of each repeat beside one of the sets, both ``times`` as long; a single repeat has no interval."""
     read, ends = _mean(wrong), (math.nan, math.nan)
     if read.exists and not math.isnan(right.value):
-        ends = stats.quotient_interval(*((e.value, e.low, e.high) for e in (read, right)))
+        ends = stats.quotient_interval(read, right)
     ratio = Interval(value=read.value / right.value, low=ends[0], high=ends[1])
     return Reading(ratio, times * read.value, times * right.value)
 

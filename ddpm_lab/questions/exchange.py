@@ -13,7 +13,6 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
 
 QUESTION = Question(title="How should ranks exchange gradients?", file="exchange", trains=True)
@@ -73,4 +72,4 @@ def answer(study: Study) -> Answer:
             text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
         notes.append(f"Without exchange a step of {row.family} is {text}.")
     found = compared(study, keep=lambda row: row.config.exchange.enabled, own=lambda _: notes)
-    return speeds(study, found, views=trained_views(study))
+    return speeds(study, found)

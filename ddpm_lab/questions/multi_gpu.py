@@ -24,7 +24,6 @@ from ddpm_lab.measure.cluster import current
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family, Question
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import lost_scaling as lost
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batches, Precision, Setup, Workers, WorldSizes, check_ranks, usual_device
 
 QUESTION = Question(title="Do more ranks or GPUs train faster?", file="02_multi_gpu", trains=True)
@@ -139,7 +138,6 @@ def answer(study: Study) -> Answer:
         View("Speed-up and parallel efficiency against the number of ranks.", "speedup", partial(by_ranks, study)),
         View("Time for 50,000 images against the batch size.", "batch", partial(by_batch, study)),
         View("Memory of each configuration's ranks.", "machine", partial(memory, study)),
-        *trained_views(study),
         View(f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
         View("What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
@@ -218,7 +216,7 @@ def by_ranks(study: Study) -> Figure | None:
         curves = [ideal, *(_line(rows, [c.ratio for c in rows]) for rows in families)]
         heading = f"{kind.capitalize()} scaling: {what}"
         plots.append(Plot(lines=curves, heading=heading, y_label="speed-up", log_y=many, height=3.2, **common))
-        shares = [_line(rows, [c.efficiency for c in rows], 100) for rows in families]
+        shares = [_line(rows, [c.efficiency.times(100) for c in rows]) for rows in families]
         dashed: dict[str, Any] = {"level": 100 * study.bands.threshold, "height": 2.2}
         plots.append(Plot(lines=shares, y_label="parallel efficiency, %", **dashed, **common))
     if not plots:
@@ -235,8 +233,8 @@ def by_ranks(study: Study) -> Figure | None:
     )
 
 
-def _line(rows: Sequence[Comparison], values: Sequence[Interval], scale: float = 1) -> Line:
-    y, low, high = ([scale * end for end in ends] for ends in zip(*((v.value, *v.ends) for v in values), strict=True))
+def _line(rows: Sequence[Comparison], values: Sequence[Interval]) -> Line:
+    y, low, high = zip(*((v.value, *v.ends) for v in values), strict=True)
     return Line(name=rows[0].family.removesuffix(WEAK), x=[c.ranks for c in rows], y=y, low=low, high=high)
 
 

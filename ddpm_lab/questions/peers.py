@@ -19,7 +19,6 @@ from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import FORMATS, LEVERS, OURS, TUNED, Experiment, Family, Plan, Question
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Setup, torchs_precision, usual_settings
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
@@ -172,7 +171,7 @@ def answer(study: Study) -> Answer:
     levers = speeds(put_back, replace(found, headline=title), rows=rows)
     worth = f"{title.replace('here', 'on this machine')}: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
-    views = (View(worth, "levers", drawn, lambda: speed_table(rows)), *trained_views(study))
+    views = (View(worth, "levers", drawn, lambda: speed_table(rows)),)
     return replace(speeds(rivals, found, rows=others or None, views=views), study=study, table=lambda: table(study))
 
 

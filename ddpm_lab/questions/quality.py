@@ -17,7 +17,7 @@ from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import machine_state, phrases, stats
 from ddpm_lab.explain import quality as verdicts
-from ddpm_lab.explain.answer import Answer, View, band, speeds
+from ddpm_lab.explain.answer import Answer, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.charts import Figure, Panel, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons
@@ -232,17 +232,9 @@ def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
     family = _family(study)
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
-    shown, curves = speeds(study, found), [family] if trained.extent_of(family)[1] else []
+    shown, views = speeds(study, found), (trained.trained_view(study, [family]),)
     table = partial(trained.loss_table, family, fid=bool(_fids(family)))
-    views = trained_views(study, curves)
     return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
-
-
-def trained_views(study: Study, families: Sequence[Sequence[Comparison]] | None = None) -> tuple[View, ...]:
-    """Return what configurations have learned, where they were trained: all of a study, or ``families`` of them."""
-    shown = trained.families(study) if families is None else families
-    caption = "Held-out and training loss on the way, all settings overlaid."
-    return (View(caption, "curves", lambda: trained.curves(study, shown)),)
 
 
 def _family(study: Study) -> list[Comparison]:
@@ -295,7 +287,7 @@ def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
 
 def _method(family: Sequence[Comparison]) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    if not (records := trained.baseline_trials(family)):
+    if not (records := trained.trials_of(family, family[0])):
         return ""
     first, last = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
     what = f"Held-out loss of the averaged weights after {trained.extent_of(family)[1]:,} images"

@@ -15,7 +15,6 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import Experiment, Family, Question
-from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
 
 QUESTION = Question(title="Is torch.compile worth its compile time?", file="05_torch_compile", trains=True)
@@ -73,8 +72,8 @@ def answer(study: Study) -> Answer:
         }
 
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
-    views = (View(split, "costs", lambda: costs(study)), *trained_views(study))
-    return speeds(study, compared(study, own=lambda lead: [sentence(study, lead)]), columns=columns, views=views)
+    found = compared(study, own=lambda lead: [sentence(study, lead)])
+    return speeds(study, found, columns=columns, views=(View(split, "costs", lambda: costs(study)),))
 
 
 def break_even(study: Study, row: Comparison) -> tuple[stats.Estimate, stats.Interval]:
@@ -85,12 +84,13 @@ def break_even(study: Study, row: Comparison) -> tuple[stats.Estimate, stats.Int
     ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
     cost = stats.estimate(np.log([seconds for r in ok if (seconds := r.stages.get("compile"))]))
     step = row.step_seconds * row.ratio.value
-    saved, saved_low, saved_high = (step * (1 - 1 / v) if v else -math.inf for v in (row.ratio.value, *row.ratio.ends))
-    low = high = math.inf if cost.sets and not math.isnan(saved_low) else math.nan
-    if saved > 0 and math.isinf(low):
-        low, high = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
-    known = not math.isnan(cost.value + saved)
-    steps = math.nan if not known else cost.value / saved if saved > 0 else math.inf
+    value, low, high = (step * (1 - 1 / v) if v else -math.inf for v in (row.ratio.value, *row.ratio.ends))
+    saved = stats.Interval(value=value, low=low, high=high)
+    low = high = math.inf if cost.sets and saved.exists else math.nan
+    if value > 0 and math.isinf(low):
+        low, high = stats.quotient_interval(cost, saved)
+    known = not math.isnan(cost.value + value)
+    steps = math.nan if not known else cost.value / value if value > 0 else math.inf
     return cost, stats.Interval(value=steps, low=low, high=high)
 
 

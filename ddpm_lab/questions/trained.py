@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpm_lab.explain import charts, phrases, quality
+from ddpm_lab.explain.answer import View
 from ddpm_lab.explain.charts import Figure, Line, Panel, Plot, Row, lines
-from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.comparisons import families as by_family
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.record import RunRecord
@@ -25,21 +25,8 @@ _POINTS = 50
 LEAST_IMAGES = 2_049  # images with which the covariance of Inception's 2,048 features can have its full rank
 FEW = f"with fewer than {LEAST_IMAGES:,} images the covariance is singular, and the FID too rough to compare"
 
-Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
 Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
-
-
-def families(study: Study) -> list[list[Comparison]]:
-    """Families of which trials exist: each its baseline's row, then those of its candidates."""
-    found = by_family(r for r in comparisons(study) if r.role in ("baseline", "candidate"))
-    return [rows for rows in found if rows[0].role == "baseline" and extent_of(rows)[1]]
-
-
-def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
-    """The trials behind a row's verdict, the baseline's first; none if they are of another ``extent``."""
-    pairs: Pairs = row.equivalence.pairs
-    return pairs if pairs and quality.extent(pairs[0][0]) == extent else ()
 
 
 def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
@@ -47,21 +34,12 @@ def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
     return max((quality.extent(r.equivalence.pairs[0][0]) for r in rows if r.equivalence.pairs), default=(0, 0))
 
 
-def baseline_trials(rows: Sequence[Comparison]) -> list[RunRecord]:
-    """The baseline's trials that the verdicts of ``rows`` rest on, in the order of their seeds."""
-    extent = extent_of(rows)
-    by_seed = {a.config.seed: a for r in rows for a, _ in pairs_of(r, extent)}
-    return [by_seed[seed] for seed in sorted(by_seed)]
-
-
 def trials_of(rows: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
-    """The trials of one of ``rows`` that verdicts rest on, in the order of their seeds."""
-    return baseline_trials(rows) if row.role == "baseline" else [b for _, b in pairs_of(row, extent_of(rows))]
-
-
-def held_out(records: Sequence[RunRecord], at: Array) -> Array:
-    """Held-out loss of each trial after so many images (trials, n), between its looks by straight lines."""
-    return np.array([np.interp(at, *quality.curve(r)) for r in records])
+    """The trials of one of ``rows`` that verdicts rest on, of the largest extent, in the order of their seeds."""
+    extent, lead = extent_of(rows), row.role == "baseline"
+    pairs = [p for r in (rows if lead else [row]) for p in r.equivalence.pairs if quality.extent(p[0]) == extent]
+    found = {r.config.seed: r for r in (base if lead else tried for base, tried in pairs)}
+    return [found[seed] for seed in sorted(found)]
 
 
 def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
@@ -78,11 +56,11 @@ def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
 
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, and held-out loss."""
-    extent, shown = extent_of(family), []
+    images, shown = extent_of(family)[1], []
     for row in family:
         lead = row.role == "baseline"
         records = trials_of(family, row)
-        final = held_out(records, np.array([extent[1]])).mean() if records else math.nan
+        final = np.mean([np.interp(images, *quality.curve(r)) for r in records]) if records else math.nan
         distance = fid_of(records)
         shown.append(
             {
@@ -143,11 +121,17 @@ def _loss(c: Comparison) -> Row:
     return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
 
 
-def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figure | None:
+def trained_view(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
+    """What configurations have learned, of the ``families`` that were trained."""
+    caption = "Held-out and training loss on the way, all settings overlaid."
+    return View(caption, "curves", lambda: _curves(study, [rows for rows in families if extent_of(rows)[1]]))
+
+
+def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> Figure | None:
     """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
     plots, labels = [], dict[str, Any](x_label="images trained on", y_label="loss")
-    for rows in shown_families:
-        several = f"{rows[0].family}: " if len(shown_families) > 1 else ""
+    for rows in families:
+        several = f"{rows[0].family}: " if len(families) > 1 else ""
         for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
             plots.append(Plot(lines=_overlaid(rows, series), heading=several + heading, from_zero=False, **labels))
     if not plots:
@@ -164,14 +148,12 @@ def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figu
 
 def _overlaid(rows: Sequence[Comparison], series: Series) -> list[Line]:
     """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
-    base, extent, found = baseline_trials(rows), extent_of(rows), []
-    for c in sorted((c for c in rows[1:] if pairs_of(c, extent)), key=_apart):
-        pairs = pairs_of(c, extent)
-        images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
-        name, colour = (c.label, "") if _apart(c) else ("no larger loss found", charts.OPEN)
-        found.append(_curve(name, images, mine, colour))
-    images, values = series(base, base[0])
-    return [*found, _curve(f"{rows[0].label} (baseline)", images, values, charts.INK)]
+    base, found = trials_of(rows, rows[0]), []
+    for c in sorted((c for c in rows if c.role == "candidate"), key=_apart):
+        if mine := trials_of(rows, c):
+            name, colour = (c.label, "") if _apart(c) else ("no larger loss found", charts.OPEN)
+            found.append(_curve(name, *series(mine, base[0]), colour))
+    return [*found, _curve(f"{rows[0].label} (baseline)", *series(base, base[0]), charts.INK)]
 
 
 def _apart(c: Comparison) -> bool:
@@ -187,7 +169,7 @@ def _curve(name: str, images: Array, values: Array, colour: str) -> Line:
 
 def _held_out(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
     images, _ = quality.curve(base)
-    return images, held_out(records, images)
+    return images, np.array([np.interp(images, *quality.curve(r)) for r in records])
 
 
 def _smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
