@@ -115,6 +115,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study
         return v4.new_notebook(cells=cells, metadata={"ddpm_lab": {"state": "done"}})
 
     monkeypatch.setattr(show, "_display", display)
+    (tmp_path / "image_output").mkdir()
     monkeypatch.setattr(show, "save", lambda _, path: path.write_bytes(base64.b64decode(PIXEL)))
     return make_notebook
 
