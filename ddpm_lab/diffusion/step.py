@@ -179,7 +179,7 @@ class PrecisionWatch:
 
 
 class Feed:
-    """A rank's batches, and what was really consumed of them."""
+    """A rank's batches, and what was really consumed of them. As a workload it takes batches and trains nothing."""
 
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         self.packed = packed = open_packed(Path(config.data))
@@ -194,6 +194,13 @@ class Feed:
         self.loader = open_loader(config.loader, packed, plan, device=context.device, **how)
         self.images = 0
         self.indices = hashlib.sha256()
+
+    def batches(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def step(self, batch: Any) -> float:
+        self.note(batch)
+        return 0.0
 
     def note(self, batch: Batch) -> None:
         """Remember which images were used."""
@@ -214,32 +221,6 @@ class Feed:
         self.loader.close()
 
 
-class Fed:
-    """A workload whose batches are those of ``data``, a Feed or what is used as one."""
-
-    data: Any
-
-    def batches(self) -> Iterator[Any]:
-        return iter(self.data.loader)
-
-    def close(self) -> None:
-        self.data.close()
-
-
-class LoaderAlone(Fed):
-    """Takes batches and does nothing with them."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def step(self, batch: Any) -> float:
-        self.data.note(batch)
-        return 0.0
-
-    def witness(self) -> dict[str, Any]:
-        return dict(self.data.witness())
-
-
 class Untrained:
     """A workload that has no data, starts nothing, and trains nothing."""
 
@@ -257,13 +238,14 @@ class Untrained:
         """Nothing was started."""
 
 
-class Step(Fed, ABC):
+class Step(ABC):
     """One rank of a training: a network, its optimizer, and all that a configuration puts around them.
 
     Subclasses set ``data`` and compute the ``loss``. ``hook`` compresses the gradients that ranks exchange. Raises
     Unsupported for what this machine cannot do.
     """
 
+    data: Any
     averages: Sequence[Tensor] = ()
     sets_precision = True
     """Whether the network runs in the number format of the configuration, and not in one of its own."""
@@ -309,11 +291,17 @@ class Step(Fed, ABC):
         self.batch: Any = None
         self.precision = PrecisionWatch(network, self.device, run=self._forward_once)
 
+    def batches(self) -> Iterator[Any]:
+        return iter(self.data.loader)
+
+    def close(self) -> None:
+        self.data.close()
+
     @abstractmethod
     def loss(self, batch: Any, part: slice) -> Tensor:
         """Mean loss of the images ``part`` of this rank's share, on the device."""
 
-    def update(self) -> None:
+    def update(self) -> None:  # noqa: B027 - a step without an average does nothing
         """Called after each step, for an average of the weights."""
 
     def step(self, batch: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Loader, dataset_loader
-from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, allow_tf32, autocast
+from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, allow_tf32, autocast
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 HELD_OUT_SEED = 20_061_968
@@ -37,10 +37,10 @@ def own(config: RunConfig, context: RankContext) -> Any:
     )
 
 
-def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
+def loader_alone(config: RunConfig, context: RankContext) -> Feed:
     """The loader of the user's dataset without training."""
     made, maker = _made(config, context)
-    return LoaderAlone(OwnFeed(config, context, made, named(config.work_name, maker)))
+    return OwnFeed(config, context, made, named(config.work_name, maker))
 
 
 def _made(config: RunConfig, context: RankContext) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.step import Feed, LoaderAlone, Step, adam, adam_seen, autocast
+from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, autocast
 from ddpm_lab.workload import RankContext
 
 PLAIN: dict[str, Any] = {
@@ -20,11 +20,6 @@ PLAIN: dict[str, Any] = {
     **{"channels_last": False, "implementation": "lab", "kernels": "aten"},
 }
 """Settings of a step as torch does it where nothing is said, to which other steps are compared."""
-
-
-def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
-    """The loader without training: how many images per second it could deliver."""
-    return LoaderAlone(Feed(config, context))
 
 
 class Trainer(Step):
@@ -116,5 +111,5 @@ class Trainer(Step):
         return {**seen, **self.seen}
 
 
-ddpm = Trainer
-"""The workload, as configurations name it."""
+ddpm, loader_alone = Trainer, Feed
+"""The workload, and the loader without training, as configurations name them."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -178,7 +177,9 @@ class Training(Trainer):
             return
         parts = [range(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE)]
         plain = self._plain()
-        np.save(path, np.concatenate([_pixels(self._drawn(*plain, part, steps)) for part in parts]))
+        np.save(
+            path, np.stack([image_grid(image[None]) for part in parts for image in self._drawn(*plain, part, steps)])
+        )
 
     def _plain(self) -> tuple[AnyUNet, RunConfig]:
         """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
@@ -200,11 +201,6 @@ class Training(Trainer):
         """Images that are evaluated at once: they fit into memory where those of a step do, or are small."""
         step, small = self.config.rank_batch_size // self.config.accumulation, _AT_ONCE * 32**2
         return min(_AT_ONCE, max(1, step, small // self.config.image_size**2))
-
-
-def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
-    """Images (N, S, S, 3) of 8 bits."""
-    return np.stack([image_grid(image[None]) for image in images])
 
 
 def _failure(path: str, do: Callable[[], None]) -> str | None:
