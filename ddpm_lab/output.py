@@ -39,8 +39,8 @@ def prepare_streams() -> None:
 def say(*lines: object, error: bool = False, begin: str = "", end: str = "\n") -> None:
     """Print each of ``lines`` as one line, on standard error if ``error``; without any, flush what others printed.
 
-    Messages that cannot be written end nothing. Raises Unread where nobody reads on, and LabError where standard output
-    cannot be written, such as on a full disk.
+    Messages on standard error that cannot be written end nothing. Of standard output, raises Unread where nobody reads
+    on, and LabError where it cannot be written, such as on a full disk.
     """
     stream = sys.stderr if error else sys.stdout
     try:
@@ -50,7 +50,8 @@ def say(*lines: object, error: bool = False, begin: str = "", end: str = "\n") -
         # What is still buffered would fail again when Python ends, where nobody catches it.
         with open(os.devnull, "w") as nothing:  # noqa: PTH123
             os.dup2(nothing.fileno(), stream.fileno())
+        if error:
+            return
         if isinstance(failure, BrokenPipeError):
             raise Unread from failure
-        if not error:
-            raise LabError(f"cannot write to standard output: {failure.strerror}") from failure
+        raise LabError(f"cannot write to standard output: {failure.strerror}") from failure
