@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import product
@@ -25,6 +26,7 @@ from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.diffusion.kernels import State
 from ddpm_lab.diffusion.process import Diffusion, Network
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid, sampling_timesteps
+from ddpm_lab.files import lock
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import sampling_run, setting
@@ -226,6 +228,17 @@ def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ran
     group = ranks()
     assert draw(checkpoint, 9, seed=3, weights="trained") == paths
     assert group.configs == [], "nothing is missing"
+
+
+def test_two_commands_do_not_fill_one_folder(checkpoint: Path) -> None:
+    folder = checkpoint.parent / "images"
+    folder.mkdir()
+    other = os.open(folder, os.O_RDONLY)
+    assert lock(other, wait=False)
+    with pytest.raises(ConfigError, match="another command"):
+        draw(checkpoint, 3)
+    assert not [*folder.iterdir()]
+    os.close(other)
 
 
 def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:

@@ -4,8 +4,10 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,7 @@ from PIL import Image
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
 from ddpm_lab.declared import Opt, parsed, validate
-from ddpm_lab.files import check_room, replace
+from ddpm_lab.files import check_room, lock, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
@@ -72,7 +74,12 @@ def sample(
     check_ranks(device, world_size // nodes, len(hardware.gpus()), hardware.usable_cores())
     ranks = {"device": device, "world_size": world_size, "nodes": nodes, "global_batch_size": world_size * batch_size}
     config, origin = _plan(checkpoint, folder, sampling, ranks)
-    _claim(folder, origin)
+    with _claimed(folder, origin):
+        return _complete(config, folder, count, progress)
+
+
+def _complete(config: RunConfig, folder: Path, count: int, progress: Progress) -> list[Path]:
+    """Make the images that are missing; returns the paths of all."""
     paths = [folder / f"{number:06d}.png" for number in range(count)]
     missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
     if missing:
@@ -116,10 +123,23 @@ def _plan(
     return config, {"step": found.step, "checkpoint": content, **asdict(sampling)}
 
 
-def _claim(folder: Path, origin: dict[str, Any]) -> None:
-    """Note in the folder where its images come from. Raises ConfigError if it holds others, or cannot be written."""
-    path, before = folder / SETTINGS, None
+@contextmanager
+def _claimed(folder: Path, origin: dict[str, Any]) -> Iterator[None]:
+    """Hold the folder, which nobody else then fills. Raises ConfigError if it cannot be written, or somebody does."""
     check_room(folder)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock(held, wait=False):
+            raise ConfigError(f"{folder}: another command makes images there: let it end, or give another --output-dir")
+        _note(folder, origin)
+        yield
+    finally:
+        os.close(held)
+
+
+def _note(folder: Path, origin: dict[str, Any]) -> None:
+    """Note in the folder where its images come from. Raises ConfigError if it holds others."""
+    path, before = folder / SETTINGS, None
     if not any(folder.glob("*.png")):
         replace(path, json.dumps(origin, indent=1) + "\n")
         return
