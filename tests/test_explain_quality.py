@@ -117,6 +117,13 @@ def test_longer_trials_that_decide_nothing_take_nothing_back() -> None:
     assert str(judged([*few, *longer])) == str(judged(longer)), "where none decides, the longest says why"
 
 
+def test_a_trial_without_losses_and_partner_takes_nothing_away() -> None:
+    trials = make.trials({"bf16": (BF16, 0.5)})
+    first = trials[0]
+    lone = replace(first, config=replace(first.config, seed=991), quality={**(first.quality or {}), "held_out": []})
+    assert judged([*trials, lone]) == judged(trials)
+
+
 @pytest.mark.parametrize("change", [{"network": "ddpm"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
 def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, Any]) -> None:
     base = replace(BASE, **change)

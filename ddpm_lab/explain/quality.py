@@ -166,8 +166,9 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
                 reason=f"other weights {steps}, and held-out losses were not compared",
             )
             continue
-        final = _losses_at(base.values(), 1.0)
-        margin = margin_of(final, _losses_at(base.values(), 0.95))
+        known = [r for r in base.values() if final_loss(r) is not None]  # those without a partner, too
+        final = _losses_at(known, 1.0)
+        margin = margin_of(final, _losses_at(known, 0.95))
         first, second = ([pair[side] for pair in pairs] for side in (0, 1))
         differences = _losses_at(second, 1.0) - _losses_at(first, 1.0)
         found = equivalence(differences, margin)
