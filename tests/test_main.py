@@ -62,6 +62,7 @@ REFUSED = {
     "run": ["EXPERIMENT"],
     "run ampp": ["'ampp'", "multi_gpu", "did you mean amp?"],
     "run amp --presett smoke": ["--presett", "did you mean --preset?"],
+    "run amp --seeds 1001": ["seeds is 1001", "at most 1000"],
     "run amp --device cuda": ["'cuda'", "no GPU is visible"],
     "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%"],
     "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a"],

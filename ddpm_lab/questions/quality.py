@@ -145,6 +145,8 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
     unasked = setup.preset == "full" and setup.device == "cuda" and judged
     count = (_SEEDS["full"] if unasked else 0) if seeds is None else seeds
     whole("seeds", count, 0)
+    if count > verdicts.MOST_SEEDS:
+        raise ConfigError(f"seeds is {count}: give at most {verdicts.MOST_SEEDS}")
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
     tried = [f for f in experiment.families if count and _rows(f)]
