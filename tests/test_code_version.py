@@ -116,7 +116,10 @@ def test_an_edit_of_every_module_counts_and_is_noticed_meanwhile(own: Loaded, tm
     for text in ("int one;", "int two;"):
         write(tmp_path, {"inner/deep.cu": text})  # it bears a module's name
         keys.add(code_version(own).key)
-    assert len(keys) == 3
+    for header in ("inner/deep.cuh", "include/deep.h"):
+        write(tmp_path, {header: "#define ONE 1"})
+        keys.add(code_version(own).key)
+    assert len(keys) == 5
     settings = tmp_path / "a.json"
     settings.touch()
     found = code_version(own._replace(settings=[str(settings)]))
@@ -151,7 +154,7 @@ def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: 
     for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_DUMP_FILE"):
         monkeypatch.setenv(name, "elsewhere")
         assert code_version().key == before
-    for name in ("LD_PRELOAD", "TORCHINDUCTOR_MAX_AUTOTUNE", "NCCL_BUFFSIZE"):
+    for name in ("LD_PRELOAD", "TORCHINDUCTOR_MAX_AUTOTUNE", "NCCL_BUFFSIZE", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.setenv(name, "1")
         assert code_version().key != before
         monkeypatch.delenv(name)

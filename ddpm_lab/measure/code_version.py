@@ -34,13 +34,16 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distribution
 VARIABLES = (
     *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_"),
     *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_"),
-    *("TORCHINDUCTOR_",),
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_DISABLE", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_"),
 )
 """How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
 BUT = (
     *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
     *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP"),
 )
+COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu")
+HEADERS = (".h", ".hh", ".hpp", ".cuh", ".inl")
+"""How names of C++ and CUDA files end. Headers count in the folder of a source, or in an ``include`` beside it."""
 LIBRARIES = ("site-packages", "dist-packages", "lib-dynload")
 NO_SETTINGS = (".", "__pycache__", "torchinductor_")  # how the names of folders begin that hold none
 SITE_MODULES = ("sitecustomize", "usercustomize")  # of the machine and of no workload: run at every start
@@ -168,8 +171,12 @@ def in_lab(module: str) -> bool:
 
 
 def _hash(file: str) -> str:
-    """Of a module's file and of C++ or CUDA sources of its name, which it compiles; empty where it is gone."""
-    parts = [Path(file), *(p for end in (".cpp", ".cu", ".c") if (p := Path(file).with_suffix(end)).is_file())]
+    """Of a module's file and of C++ or CUDA sources of its name, which it compiles, with headers; empty where gone."""
+    path = Path(file)
+    parts = [path, *(p for end in COMPILED if (p := path.with_suffix(end)).is_file())]
+    if any(part.suffix in COMPILED for part in parts):
+        folders = (path.parent, path.parent / "include", path.parent.parent / "include")
+        parts += sorted(p for f in folders for p in f.glob("*") if p.suffix in HEADERS and p.is_file())
     with contextlib.suppress(OSError):
         return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()
     return ""
