@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import json
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import LARGEST_TEXT
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LEDGER = Path("trace_output", "ledger.jsonl")
@@ -123,10 +125,19 @@ def replace(path: Path, content: str | bytes | memoryview, *, durable: bool = Fa
         os.close(folder)
 
 
+def content(path: Path) -> bytes:
+    """What a file holds. Raises OSError, also for more than LARGEST_TEXT bytes: a device never ends."""
+    with path.open("rb") as file:
+        found = file.read(LARGEST_TEXT + 1)
+    if len(found) > LARGEST_TEXT:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return found
+
+
 def read_settings(path: Path, place: str) -> dict[str, Any]:
     """The settings in a TOML file, as they stand there. Raises ConfigError, which names ``place``."""
     try:
-        values = tomllib.loads(path.read_bytes().decode())
+        values = tomllib.loads(content(path).decode())
     except OSError as error:
         raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -83,6 +83,8 @@ REFUSED = {
     f"summary {'x' * 5000}.jsonl": ["File name too long"],
     "train --steps 5 --data EMPTY --output-dir EMPTY/run": ["EMPTY/run lies inside the image folder"],
     "train --steps 5 --output-dir DEST --config none.toml": ["--config: cannot read"],
+    "train --steps 5 --output-dir DEST --config /dev/zero": ["--config: cannot read"],
+    "summary /dev/zero": ["cannot use /dev/zero: File too large"],
     "sample none.pt --count 3": ["none.pt"],
     "prepare synthetic FILE/below": ["FILE/below"],
     "figures --ledger TEXT": ["TEXT", "2 lines"],

@@ -5,7 +5,6 @@ number are checked before and while unpacking, and no pickle is run.
 """
 
 import gzip
-import inspect
 import io
 import pickletools
 import re
@@ -13,7 +12,6 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,10 +85,8 @@ def _size(size_bytes: int) -> str:
 def _extract_7z(source: Path, dest: Path, progress: Progress | None) -> None:
     import py7zr  # noqa: PLC0415 - only this kind of archive needs it, and a bare node may lack it
 
-    options: dict[str, Any] = {}
-    if "max_extract_size" in inspect.signature(py7zr.SevenZipFile).parameters:
-        options["max_extract_size"] = MAX_TOTAL_BYTES  # stops an archive whose header lies about its sizes
-    with py7zr.SevenZipFile(source, "r", **options) as archive:
+    # The limit stops an archive whose header lies about its sizes.
+    with py7zr.SevenZipFile(source, "r", max_extract_size=MAX_TOTAL_BYTES) as archive:
         members = archive.list()
         for member in members:
             _check_member(source, member.filename, member.is_file or member.is_directory)

@@ -25,7 +25,7 @@ from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.files import LEDGER, expanded, writing
+from ddpm_lab.files import LEDGER, content, expanded, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.output import say
 from ddpm_lab.plan import scaling
@@ -208,7 +208,7 @@ def tell(runs: Iterable[Summary]) -> None:
 
 def read_log(log: Path) -> list[Summary]:
     """The runs in the log of a job, or one without numbers that notes its last line. Raises OSError."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = content(log).decode(errors="replace").splitlines()
     runs = [run for line in lines for run in _runs(line)]
     if not runs:
         said = [line for line in lines if line.strip() and not line.startswith("srun: ")]  # it hides what has failed
