@@ -102,9 +102,10 @@ def replace(path: Path, content: str | bytes | memoryview, *, durable: bool = Fa
     Two processes may write one file, and a link that lies where the new content is gathered is not followed. What is
     ``durable`` has reached the disk when this returns, and so has its name.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    stem = f"{path.name}.{os.uname().nodename}"  # on a shared disk, processes of other hosts cannot be asked for
+    partial = path.with_name(f"{stem}.{os.getpid()}.partial")
     try:
-        for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):  # of a process that was killed
+        for left in path.parent.glob(f"{glob.escape(stem)}.*.partial"):  # of a process that was killed
             if left == partial or not Path("/proc", left.name.split(".")[-2]).exists():
                 left.unlink(missing_ok=True)
         with partial.open("xb") as file:

@@ -255,12 +255,14 @@ def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path:
     victim, folder = tmp_path / "victim", tmp_path / "results"
     folder.mkdir()
     victim.write_text("mine")
-    (folder / f"a.png.{os.getpid()}.partial").symlink_to(victim)
-    (folder / f"a.png.{2**22 + 1}.partial").write_text("left")  # beyond the largest process id
-    (folder / f"a.png.{os.getppid()}.partial").write_text("of one that still writes")
+    stem, gone = f"a.png.{os.uname().nodename}", 2**22 + 1  # beyond the largest process id
+    kept = {f"{stem}.{os.getppid()}.partial", f"a.png.elsewhere.{gone}.partial"}  # of processes that still write
+    (folder / f"{stem}.{os.getpid()}.partial").symlink_to(victim)
+    for name in (f"{stem}.{gone}.partial", *kept):
+        (folder / name).write_text("left")
     files.replace(folder / "a.png", b"new")
     assert victim.read_text() == "mine"
-    assert {path.name for path in folder.iterdir()} == {"a.png", f"a.png.{os.getppid()}.partial"}
+    assert {path.name for path in folder.iterdir()} == {"a.png", *kept}
 
 
 def test_where_a_file_system_syncs_no_folders_files_are_written(
