@@ -252,7 +252,9 @@ def test_a_smoke_report_is_whole() -> None:
     folder = output / "reports"
     found = [pages.read(load(file), file.stem) for file in sorted((folder / "notebooks").glob(NUMBERED))]
     assert [page.state for page in found] == ["done"] * 9
-    assert "<dd>tiny network</dd>" in (folder / "index.html").read_text(), "what was trained is on the first screen"
+    index = (folder / "index.html").read_text()
+    assert "<dd>tiny network</dd>" in index, "what was trained is on the first screen"
+    assert ". ·" not in index
     findings = {page.name.partition("_")[2]: page.finding for page in found}
     statuses = {findings[name]["status"] for name in ("multi_gpu", "amp", "workers")}
     assert statuses == {"too few sets"}, "one set never gives a verdict"

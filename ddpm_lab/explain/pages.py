@@ -85,7 +85,7 @@ class Page:
             " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
             self.finding.get("quality"),
         ]
-        return [str(piece) for piece in pieces if piece]
+        return [str(piece).removesuffix(".") for piece in pieces if piece]
 
 
 def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
