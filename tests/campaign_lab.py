@@ -1,7 +1,7 @@
 """A laboratory for campaigns: its sets return records at once, and it moves the clock."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import campaign
+from ddpm_lab.measure import campaign, hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
@@ -29,7 +30,7 @@ class Lab:
     """Measures at once and without fail, except where ``failures`` (run id -> status) says otherwise."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ledger, self.folder, self.now = Ledger(folder / "ledger.jsonl"), folder, 0.0
+        self.ledger, self.folder, self.now = Ledger(folder / LEDGER), folder, 0.0
         self.failures: dict[str, str] = {}
         self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
         self.sets: list[tuple[str, list[str]]] = []
@@ -42,7 +43,7 @@ class Lab:
         monkeypatch.setattr(campaign, "measure_set", self.measure_set)
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
         monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
-        monkeypatch.setattr(campaign, "environment", make.environment)
+        monkeypatch.setattr(hardware, "environment", make.environment)
         monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def measure_set(
@@ -100,13 +101,22 @@ class Lab:
             **values,
         )
 
-    def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
+    def campaign(
+        self,
+        experiment: Experiment,
+        *,
+        code: str = "code",
+        progress: Progress | None = None,
+        on_cores: Callable[[int], Campaign] | None = None,
+        **target: Any,
+    ) -> Campaign:
         """A new campaign, as a new process would make it."""
         values = {"plan": Plan(), "sets": 6 if "seconds" in target else 3, "cold_compiles": 2, **target}
         instrument = Instrument(
             code=CodeVersion(code), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
         )
-        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder)
+        progress = progress or Progress("test", quiet=True)
+        return Campaign(experiment, Target(**values), instrument, self.folder, progress, on_cores=on_cores)
 
     def run(
         self,
@@ -121,7 +131,7 @@ class Lab:
         self.sets, self.turns, self.alone = [], [], []
         self.traces.clear()
         made = self.campaign(experiment, **target)
-        made.run(Progress("test", quiet=True), stages=stages, look=look, yields=yields)
+        made.run(stages=stages, look=look, yields=yields)
         assert made.measured_sets == len(self.sets) + len(self.alone)
         return made
 

@@ -51,7 +51,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(tmp_path: Path, *words: str) -> list[Experiment]:
     """What the command would measure on this machine."""
     options = _parser(["benchmark"]).parse_args(["benchmark", *words])
-    return [one.campaign.experiment for one in report.plan(options, tmp_path)]
+    return [one.experiment for one in report.plan(options, tmp_path)]
 
 
 def asked(experiment: Experiment) -> list[tuple[str, list[int]]]:

@@ -14,7 +14,6 @@ from ddpm_lab.cli.measure import bottleneck_report, bottleneck_study
 from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment
@@ -300,6 +299,6 @@ def test_what_is_the_same_is_judged_by_the_resolution_that_was_asked_for(tmp_pat
     later = make.environment(hardware.machine(), "2026-01-06T10:00:00+00:00")
     users = make.sets({"bf16": (replace(own, precision="bf16"), 0.7)}, baseline=own)
     labs = make.on(hardware.machine(), make.sets({"bf16": (BF16, 1.3)}))
-    Ledger(planned.ledger).append([*labs, *(replace(r, environment=later) for r in users)])
+    planned.ledger.append([*labs, *(replace(r, environment=later) for r in users)])
     found = bottleneck_study(planned)
     assert (found.resolution, {r.config.work_name for r in found.records}) == (0.1, {"tiny"})

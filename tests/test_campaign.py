@@ -18,12 +18,10 @@ from setups import setup
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, hardware, shortfall
-from ddpm_lab.measure.campaign import NO_TIME
+from ddpm_lab.measure.campaign import NO_TIME, Campaign
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan
-from ddpm_lab.questions import planning
-from ddpm_lab.questions.planning import Planned
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
 
@@ -108,10 +106,15 @@ def test_many_candidates_are_spread_over_sets_unless_they_belong_together(lab: L
     assert lab.sets == [("side by side", [*BOTH, *(f"c{i}" for i in range(1, 8))])] * 2, "the others do not count"
 
 
-def test_the_primary_comparison_comes_first_and_alone_in_its_sets(lab: Lab) -> None:
-    lab.run(experiment(family("f", 3, primary="c2"), family("g", 1, first=10)), sets=4)
+def test_the_primary_comparison_comes_first_in_sets_of_its_own_or_of_those_that_belong_together(lab: Lab) -> None:
+    first, beside = family("f", 3, primary="c2"), family("g", 1, first=10)
+    lab.run(experiment(first, beside), sets=4)
     assert lab.sets[:4] == [("f", [*BOTH, "c2"])] * 4
     assert Counter(map(str, lab.sets[4:])) == {str(("f", [*BOTH, "c1", "c3"])): 4, str(("g", [*BOTH, "c1"])): 4}
+    lab.forget()
+    lab.run(experiment(dataclasses.replace(first, together=True), beside), sets=4)
+    assert lab.sets[:4] == [("f", [*BOTH, "c1", "c2", "c3"])] * 4, "those that are measured together come with it"
+    assert lab.sets[4:] == [("g", [*BOTH, "c1"])] * 4
 
 
 # --- what is measured alone ------------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def test_what_is_measured_alone_comes_first_and_once_and_again_where_a_failure_m
         lab.failures = {config_.run_id: status}
         lab.run(asked)
         assert (len(lab.alone), len(lab.sets)) == (alone, sets)
-        assert asked is not profile or len({p for p in lab.traces if p.parent == lab.folder}) == 2
+        assert asked is not profile or len({p for p in lab.traces if p.parent == lab.ledger.path.parent}) == 2
         lab.run(asked)
         assert (len(lab.alone), lab.sets) == (again, [])
 
@@ -371,14 +374,13 @@ class Planning:
     def __init__(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lab, self.asked, self.lines = lab, list[int](), list[str]()
         monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-        monkeypatch.setattr(planning, "free_cores", lambda: 1)
+        monkeypatch.setattr(campaign, "free_cores", lambda: 1)
 
-    def planned(self, asked: Experiment = ONE, **target: Any) -> Planned:
+    def planned(self, asked: Experiment = ONE, **target: Any) -> Campaign:
         progress = Progress("test", say=self.lines.append)
-        campaign = self.lab.campaign(asked, **target)
-        return Planned(campaign=campaign, output=self.lab.folder, progress=progress, on_cores=self._on)
+        return self.lab.campaign(asked, progress=progress, on_cores=self._on, **target)
 
-    def _on(self, free: int) -> Planned:
+    def _on(self, free: int) -> Campaign:
         self.asked.append(free)
         return self.planned(ON_ONE_CORE, seconds=300)
 
@@ -393,11 +395,10 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: La
     found = asking.planned(seconds=300).measure()
     assert asking.asked == [1]
     crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
-    assert found.before == len(crowded)
     assert len(alone) >= 4, "one thread beside a process that takes one core is quiet"
     assert found.measured_sets == len(crowded) + len(alone)
     assert found.experiment == ON_ONE_CORE
-    assert found.completed
+    assert found.held.any
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
     assert any("1 of 2" in line for line in asking.lines)
 
@@ -414,11 +415,11 @@ def test_what_too_many_threads_could_not_measure_is_tried_with_fewer(
         ({"threads": 1}, 1, 2.0, []),
     ]
     for shared, free, load, asked in rows:
-        monkeypatch.setattr(planning, "free_cores", lambda free=free: free)
+        monkeypatch.setattr(campaign, "free_cores", lambda free=free: free)
         lab.forget()
         lab.sets, lab.loads, asking.asked = [], [load] * 100, []
         found = asking.planned(experiment(family("f", 1, primary="c1", shared=shared)), seconds=80).measure()
-        assert (asking.asked, found.completed) == (asked, load < 1)
+        assert (asking.asked, found.held.any) == (asked, load < 1)
 
 
 def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, asking: Planning) -> None:
@@ -426,5 +427,5 @@ def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, a
     lab.sets = []
     for _ in range(2):
         found = asking.planned(seconds=0.0).measure()
-        assert (lab.sets, found.measured_sets, found.completed) == ([], 0, True)
+        assert (lab.sets, found.measured_sets, found.held.any) == ([], 0, True)
         assert len(lab.records("look")) == 1

@@ -19,12 +19,13 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning as pairs
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.comparison import ComparisonResult, first_losses, measure
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import Planned, plan_pair
+from ddpm_lab.questions.planning import plan_pair
 
 MINE = """
 import time
@@ -197,8 +198,8 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
     pair = (RunConfig(), RunConfig(precision="bf16"))
     how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}
 
-    def threads(planned: Planned) -> list[int]:
-        return [c.threads for c in planned.campaign.experiment.configurations]
+    def threads(planned: Campaign) -> list[int]:
+        return [c.threads for c in planned.experiment.configurations]
 
     one = plan_pair(pair, **how)
     assert threads(one) == [1, 1]
@@ -235,7 +236,7 @@ def test_the_other_way_round_is_another_comparison_and_ends_by_itself(tmp_path: 
         shown = study_of(planned.renewed())
         assert len(shown.trials) == 6, "which are of neither"
         assert answer(shown).finding.ratio == pytest.approx(ratio, rel=0.02)
-    assert not planned.campaign.target.exact, "it ends where its resolution is reached"
+    assert not planned.target.exact, "it ends where its resolution is reached"
 
 
 def test_sets_under_two_names_of_one_side_are_one_comparison(tmp_path: Path) -> None:

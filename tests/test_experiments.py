@@ -94,7 +94,7 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     again = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
     assert again.measured_sets == 0
     assert [r.set_id for r in again.records] == [r.set_id for r in study.records]
-    assert plan_question("amp", preset="smoke", output_dir=tmp_path).campaign.forecast() == 0
+    assert plan_question("amp", preset="smoke", output_dir=tmp_path).forecast() == 0
 
     tried = experiments.run("amp", preset="smoke", seeds=1, images=80, output_dir=tmp_path).study
     assert tried.measured_sets == 3, "two trials, and a check of the candidate's gradient"
@@ -104,10 +104,9 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     (judged,) = [row.equivalence for row in comparisons(mine) if row.role == "candidate"]
     assert (judged.verdict, judged.images, judged.seeds) == (NOT_ENOUGH, 80, 1)
     assert {r.code_version for r in tried.trials} == {code_version().key}, "it speaks for the speeds of every question"
-    beside = plan_question(
+    campaign = plan_question(
         "quality", preset="smoke", seeds=1, images=80, candidates=["bf16"], output_dir=tmp_path, quiet=True
     )
-    campaign = beside.campaign
     assert campaign.lacks.trials(campaign.experiment.trials) == [], "another question does not train them again"
 
 
@@ -134,15 +133,11 @@ class Question:
     ) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
         self.lacks, self.yields = 0.0, list[bool]()
+        self.missing, self.look = (lambda: not complete), self.looks.append
+        self.compiling_seconds, self.least_seconds = (lambda: compiles * COMPILE_SECONDS), (lambda: self.lacks)
         self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
         self.experiment = SimpleNamespace(families=())
-        self.campaign = SimpleNamespace(
-            missing=lambda: not complete,
-            compiling_seconds=lambda: compiles * COMPILE_SECONDS,
-            look=self.looks.append,
-            least_seconds=lambda: self.lacks,
-        )
 
     def measure(self, *, seconds: float, stages: Sequence[str], look: bool, yields: bool = False) -> Question:
         assert not look, "all answers are shown at once, at the end"

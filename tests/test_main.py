@@ -188,7 +188,7 @@ def test_a_full_disk_is_told_before_anything_is_measured(
 ) -> None:
     """A limit to the size of files fails where a full disk does: when something is written."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(planning.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setattr(Campaign, "measure", lambda _: pytest.fail("something was measured"))
     Ledger(tmp_path / "RECORDS").append(make.sets({"bf16": (replace(RunConfig(), precision="bf16"), 1.6)}))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for arguments, place in FULL.items():

@@ -15,13 +15,14 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import planning, probe
-from ddpm_lab.questions.planning import Planned, plan_question
+from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("two_cores")
-Asking = Callable[..., Planned]
+Asking = Callable[..., Campaign]
 
 
 @pytest.fixture(scope="session")
@@ -36,36 +37,36 @@ def plan(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> Askin
     monkeypatch.setattr(planning, "free_cores", lambda: 2)
     monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
 
-    def plan(name: str = "amp", **settings: Any) -> Planned:
+    def plan(name: str = "amp", **settings: Any) -> Campaign:
         usual = {"cache": images.with_name("cache"), "data": str(images), "image_size": 8, "quiet": True}
         return plan_question(name, output_dir=tmp_path, **{**usual, **settings})
 
     return plan
 
 
-def base_of(planned: Planned) -> RunConfig:
-    return planned.campaign.experiment.families[0].baseline
+def base_of(planned: Campaign) -> RunConfig:
+    return planned.experiment.families[0].baseline
 
 
-def sets_of(planned: Planned, count: int, *, place_seconds: float = 5.0) -> list[RunRecord]:
+def sets_of(planned: Campaign, count: int, *, place_seconds: float = 5.0) -> list[RunRecord]:
     """Sets of the first family's primary comparison, as this machine and code would have measured them."""
-    campaign, family = planned.campaign, planned.campaign.experiment.families[0]
+    family = planned.experiment.families[0]
     found = make.sets(
         {label: (config, 1.5) for label, config in family.candidates if label == family.primary},
         baseline=family.baseline,
         family=family.name,
         count=count,
         turns=1,
-        experiment=campaign.experiment.name,
-        plan=campaign.target.plan,
-        code_version=campaign.instrument.code.key,
+        experiment=planned.experiment.name,
+        plan=planned.target.plan,
+        code_version=planned.instrument.code.key,
         stages={"steady": place_seconds},
     )
     return make.on(hardware.machine(), found)
 
 
-def write(planned: Planned, records: list[RunRecord]) -> None:
-    planned.campaign.ledger.append(records)
+def write(planned: Campaign, records: list[RunRecord]) -> None:
+    planned.ledger.append(records)
 
 
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: A
 
 def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(plan: Asking) -> None:
     asked: list[dict[str, Any]] = [{}, {"preset": "full"}, {"sets": 5}, {"preset": "smoke"}]
-    targets = [plan(**settings, further=False).campaign.target for settings in asked]
+    targets = [plan(**settings, further=False).target for settings in asked]
     assert [(t.exact, t.sets, t.plan.turns) for t in targets] == [
         (False, 6, 0),
         (False, 12, 0),
@@ -131,15 +132,15 @@ def busy(monkeypatch: pytest.MonkeyPatch, free: int = 1) -> list[int]:
 
 
 def test_threads_are_as_many_as_cores_are_free_or_asked_for(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {c.threads for c in plan().campaign.experiment.configurations} == {0}, "all that there are"
+    assert {c.threads for c in plan().experiment.configurations} == {0}, "all that there are"
     looked = busy(monkeypatch)
     planned = plan(image_sizes=[8, 16])
-    assert {(c.threads, c.image_size) for c in planned.campaign.experiment.configurations} == {(1, 8), (1, 16)}
+    assert {(c.threads, c.image_size) for c in planned.experiment.configurations} == {(1, 8), (1, 16)}
     assert looked == [1], "once a question"
     one, both = plan(cores=1), plan(cores=2)
     assert [base_of(planned).threads for planned in (one, both)] == [1, 0]
     assert (one.on_cores, looked) == (None, [1]), "what was asked for is kept"
-    assert {c.threads for c in plan("search").campaign.experiment.configurations} == {1}
+    assert {c.threads for c in plan("search").experiment.configurations} == {1}
     assert base_of(plan(preset="smoke")).threads == 0, "what calls nothing needs no look"
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     plan()
@@ -157,9 +158,9 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     assert (base_of(plan()).threads, looked) == (1, [2])
     write(both, sets_of(both, 4))
     assert base_of(plan()).threads == 0
-    one.renewed().campaign.look()
+    one.renewed().look()
     assert base_of(plan()).threads == 1, "that is the answer that was shown"
-    both.renewed().campaign.look()
+    both.renewed().look()
     assert (base_of(plan()).threads, looked) == (0, [2])
     assert (plan("batch_size"), looked)[1] == [2, 2], "another question chooses its own"
     busy(monkeypatch, free=1)
@@ -176,7 +177,7 @@ def test_sets_that_others_disturbed_choose_fewer_cores_and_too_few_are_no_answer
     assert (base_of(plan()).threads, looked) == (1, [2])
     write(both, sets_of(both, 3))
     assert (base_of(plan()).threads, looked) == (0, [2]), "it was interrupted"
-    both.renewed().campaign.look()
+    both.renewed().look()
     assert (base_of(plan()).threads, looked) == (0, [2, 2])
     searched = [dataclasses.replace(r, experiment="recommendation") for r in sets_of(both, 4)]
     write(both, [make.windowed(r, others_cores=2.0) for r in searched])
@@ -197,7 +198,7 @@ def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Aski
     other = plan("torch_compile", network="tiny", precision="bf16")
     write(other, sets_of(other, 1))
     assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
-    campaign, here = plan().campaign, hardware.machine()
+    campaign, here = plan(), hardware.machine()
     for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
         own = RunConfig(workload=OWN, options=(("make", f"mine:{expected}"),))
         rows = make.sets({"bf16": (dataclasses.replace(own, precision="bf16"), ratio)}, baseline=own)

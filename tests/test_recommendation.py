@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import planted_search as planted
@@ -23,7 +23,6 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Experiment, Family, Value
 from ddpm_lab.questions import bottleneck, experiments
 from ddpm_lab.questions import recommendation as question
@@ -311,13 +310,12 @@ def test_a_search_goes_on_after_a_set_that_others_disturbed_and_where_it_was_sto
     lab.loads = [9.0]
     family = Family(name="tiny, batch 8", baseline=space.baseline, baseline_label="start", candidates=())
     campaign = lab.campaign(Experiment(name=SEARCH, families=(family,), space=space))
-    may, progress = admissible(space, lambda _: ""), Progress("search", quiet=True)
-    planned = cast("Any", SimpleNamespace(campaign=campaign, progress=progress))
+    may = admissible(space, lambda _: "")
     lab.stop_after = 3
     with pytest.raises(KeyboardInterrupt):
-        experiments.find(planned, may)
+        experiments.find(campaign, may)
     lab.stop_after = None
-    belief = experiments.find(planned, may)
+    belief = experiments.find(campaign, may)
     assert space.changed(belief.winner(may), space.start) == "bf16, 2 ranks"
     measured = [labels for _, labels in lab.sets]
     assert measured[0] == measured[1], "once more without the neighbour"

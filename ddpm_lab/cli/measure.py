@@ -25,6 +25,7 @@ from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, read_study
 from ddpm_lab.files import LEDGER, check_room, expanded, output_folder, writing
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.process import private_folder
 from ddpm_lab.output import say
 from ddpm_lab.plan import RECOMMENDATION, RESOLUTION
@@ -105,20 +106,20 @@ def run(options: argparse.Namespace) -> int:
     else:
         for found in answers:
             _show(found)
-        say(*(f"records: {one.ledger}" for one in measured[-1:]))
+        say(*(f"records: {one.ledger.path}" for one in measured[-1:]))
     # The log of a job tells of each configuration that trained.
     summary.tell(run for one in measured for run in summary.of_records(experiments.records_of(one)))
     _track(tracker, measured)
-    return 0 if all(one.completed for one in measured) and all(found["finding"] for found in answers) else 1
+    return 0 if all(one.held.any for one in measured) and all(found["finding"] for found in answers) else 1
 
 
-def _answer(measured: planning.Planned, named: Bands) -> dict[str, Any]:
+def _answer(measured: Campaign, named: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without scipy, where its records lie."""
     values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
-    values["ledger"] = str(measured.ledger)
+    values["ledger"] = str(measured.ledger.path)
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
-        return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
+        return {**values, "finding": f"{advice} --ledger {measured.ledger.path.name}"}
     if measured.experiment.name == "bottleneck":
         return values | bottleneck_report(bottleneck_study(measured))
     return values | _told(answer(replace(experiments.study_of(measured), bands=named)))
@@ -150,7 +151,7 @@ def _show(found: dict[str, Any]) -> None:
         table.show(split["parts"])
 
 
-def _track(tracker: str | None, measured: Sequence[planning.Planned]) -> None:
+def _track(tracker: str | None, measured: Sequence[Campaign]) -> None:
     """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
     for one in measured if tracker else ():
         try:
@@ -318,21 +319,20 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
     return {**values, "page": str(report.with_suffix(".html"))}
 
 
-def plan_bottleneck(settings: dict[str, Any]) -> planning.Planned:
+def plan_bottleneck(settings: dict[str, Any]) -> Campaign:
     """The question of what limits a step, ready to be measured."""
     check_room(output_folder(settings.get("output_dir")) / "reports")
     planned = planning.plan_question("bottleneck", **settings)
-    campaign = planned.campaign
-    if (seconds := campaign.target.seconds) is None:
+    if (seconds := planned.target.seconds) is None:
         return planned
-    return planned.renewed(bottleneck.fitting(planned.experiment, seconds, campaign.held))
+    return planned.renewed(bottleneck.fitting(planned.experiment, seconds, planned.held))
 
 
-def bottleneck_study(measured: planning.Planned) -> Study:
+def bottleneck_study(measured: Campaign) -> Study:
     """Every record of the lab's own trainer on this machine."""
     mine = experiments.study_of(measured)
     lab = partial(experiments.of_training, workload=None)
-    every = read_study([measured.ledger], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
+    every = read_study([measured.ledger.path], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
     others = tuple(r for r in every.records if r.experiment != mine.experiment)
     records = (*others, *mine.records)
     return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)

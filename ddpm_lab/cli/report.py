@@ -18,11 +18,12 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.output import say
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
-from ddpm_lab.questions.planning import Planned, plan_question
+from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.reports import summary as runs
 from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import usual_device
@@ -76,7 +77,7 @@ def figures(options: argparse.Namespace) -> int:
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
+def plan(options: argparse.Namespace, folder: Path) -> list[Campaign]:
     """What is to be measured, checked before the first of it starts.
 
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
@@ -98,7 +99,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     settings |= {"cache": output_folder(None) / PREPARED, "alone": options.ranks == "multi"}  # one for all folders
     settings |= given(options, "loader_workers")
 
-    def part(mine: Sequence[int], world_sizes: Sequence[int]) -> Planned:
+    def part(mine: Sequence[int], world_sizes: Sequence[int]) -> Campaign:
         minutes = options.minutes and options.minutes * len(mine) / len(batches)
         how = {"global_batch_sizes": sorted(mine), "world_sizes": world_sizes, "minutes": minutes}
         return plan_question("multi_gpu", **settings | how)
@@ -116,7 +117,7 @@ def benchmark(options: argparse.Namespace) -> int:
         refuse_others(options, "ledger", "machine", "output_dir", why="--ledger reads records")
     else:
         machine, planned = hardware.machine().key, plan(options, folder)
-        minutes = options.minutes or max(1, round(sum(one.campaign.forecast() for one in planned) / 60))
+        minutes = options.minutes or max(1, round(sum(one.forecast() for one in planned) / 60))
         again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
         say(f"results go to {folder}; about {minutes:g} min; stopped, {again}", error=True)
         for one in planned:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ddpm_lab.checks import ConfigError, Interrupted
 from ddpm_lab.config import CHECK, RunConfig
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import alone, shortfall
+from ddpm_lab.measure import alone, hardware, shortfall
 from ddpm_lab.measure.alone import (
     compare_gradients,
     largest_batch,
@@ -25,13 +28,13 @@ from ddpm_lab.measure.alone import (
     search_ended,
     train_once,
 )
-from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
-from ddpm_lab.record import RunRecord, crowded
+from ddpm_lab.record import Cohort, RunRecord, crowded
 
 PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison is not all that it has
 OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
@@ -42,51 +45,118 @@ _CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alo
 
 
 class Campaign:
-    """The measuring of one experiment, of which ``target`` says how much, by an ``instrument``, into a ``ledger``.
+    """An experiment that is checked and ready to be measured; ``target`` says how much, an ``instrument`` how.
 
-    ``held`` is what the ledger holds of it and ``lacks`` what is still to be measured. ``measured_sets`` counts what
-    was added; ``crowded_out`` says that the machine was too busy for a comparison with all its threads. Traces of
-    profiles go to the folder ``traces``.
+    Records go to the ledger of the folder ``output``, and traces of profiles beside it. ``held`` is what the ledger
+    held at first and since, and ``lacks`` what is still to be measured. ``measured_sets`` counts what was added, by a
+    first attempt with more cores too; ``crowded_out`` says that the machine was too busy for a comparison with all its
+    threads. ``on_cores`` plans the same question for so many cores; None where they were asked for.
     """
 
     def __init__(
-        self, experiment: Experiment, target: Target, instrument: Instrument, ledger: Ledger, traces: Path
+        self,
+        experiment: Experiment,
+        target: Target,
+        instrument: Instrument,
+        output: Path,
+        progress: Progress,
+        *,
+        on_cores: Callable[[int], Campaign] | None = None,
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
-        self.ledger, self.traces = ledger, traces
-        self.machine_key = environment().machine.key
+        self.output, self.progress, self.on_cores = output, progress, on_cores
+        self.ledger = Ledger(output / LEDGER)
+        self.machine_key = hardware.environment().machine.key
         few = target.sets < LEAST_SETS  # nothing is called
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
-        self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
-        self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
+        self.held = held_of(self.ledger, experiment, target.plan, disturbed=few, **held)
+        self.lacks = Shortfall(experiment, target, self.held, self.ledger, self.machine_key)
         self.measured_sets = 0
         self.crowded_out = False
         self.begun = time.monotonic()
         self._stage_ends, self._stage_families = math.inf, 1
 
-    def run(
+    @property
+    def cohort(self) -> Cohort:
+        """Machine, code, data and plan of its records; images of further sizes are further data."""
+        data = self.experiment.configurations[0].data_sha256
+        return (self.machine_key, self.instrument.code.key, data, self.target.plan.key)
+
+    def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Campaign:
+        """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
+        where, target = (self.instrument, self.output, self.progress), replace(self.target, **changes)
+        return Campaign(experiment or self.experiment, target, *where, on_cores=self.on_cores)
+
+    def measure(
         self,
-        progress: Progress,
         *,
+        seconds: float | None = None,
         stages: Sequence[str] = (PRIMARY, OTHERS),
         look: bool = True,
         yields: bool = False,
-    ) -> None:
+    ) -> Campaign:
+        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
+
+        What it returns is of fewer cores where the machine was too busy for all of them. ``look`` and ``yields`` as in
+        ``run``.
+        """
+        if seconds is None and self.target.seconds == 0:  # a page of a report, which measures for all of them
+            if look:
+                self.look()
+            return self
+        made = self
+        with measuring(self.progress.always) as waited:
+            if waited or seconds is not None:
+                made = self.renewed(seconds=self.target.seconds if seconds is None else seconds)
+            try:
+                made.run(stages=stages, look=look, yields=yields)
+            except KeyboardInterrupt as stopped:
+                if not self.progress.in_notebook:  # the command line has a sentence of its own
+                    raise
+                most = made.measured_sets + made.lacks.sets_missing(made.experiment.families)
+                raise Interrupted(f"{made.measured_sets} of {most} sets kept; run the cell again") from stopped
+            if made.crowded_out and (again := made._on_free_cores()):
+                left = made.seconds_left()
+                if left is not None:  # an answer is worth more than the time
+                    left = max(left, (OVERRUN - 1) * (made.target.seconds or 0.0))
+                found = again.measure(seconds=left, stages=stages, look=look)
+                found.measured_sets += made.measured_sets
+                return found
+        count = made.measured_sets
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
+        return made
+
+    def _on_free_cores(self) -> Campaign | None:
+        """The same question for the cores that other processes leave; None where these are too few for it."""
+        config = self.experiment.configurations[0]
+        cores = config.rank_threads(hardware.usable_cores()) * config.node_size
+        if self.on_cores is None or cores == 1:
+            return None
+        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
+        free = min(free_cores(), cores - 1)
+        self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
+        try:
+            return self.on_cores(free)
+        except ConfigError as error:
+            self.progress.stay(str(error))
+            return None
+
+    def run(self, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True, yields: bool = False) -> None:
         """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then.
 
         With ``yields`` others wait for the time: a primary comparison whose least sets do not fit ends after one.
         """
         self.begun = time.monotonic()
-        families = self._before_sets(progress)
+        families = self._before_sets()
         primary, others = by_stage(families)
         if PRIMARY in stages:
             share = PRIMARY_PART if others and OTHERS in stages else 1.0
-            self._measure_stage(primary, progress, share, needed=True, yields=yields)
+            self._measure_stage(primary, share, needed=True, yields=yields)
         if self.crowded_out:
             return  # what is shown is measured with fewer cores instead
         if OTHERS in stages:
-            self._measure_stage(others, progress, 1.0, needed=False)
-            self._train(families, progress)
+            self._measure_stage(others, 1.0, needed=False)
+            self._train(families)
         if look:
             self.look()
 
@@ -119,7 +189,7 @@ class Campaign:
 
     # What is measured alone
 
-    def _before_sets(self, progress: Progress) -> list[Family]:
+    def _before_sets(self) -> list[Family]:
         """Note what is left out, and measure what is measured alone; returns the families of what fits into memory."""
         for name, label, reason in self.experiment.left_out:
             bases = [f.baseline for f in self.experiment.families if f.name == name]
@@ -129,15 +199,15 @@ class Campaign:
             member = Member(role, check.label, check.config)
             self._alone(check.family, member, work, baseline_id=check.baseline.run_id)
         for name, label, config in self._profiles():
-            progress.prefix = ""
-            self.traces.mkdir(parents=True, exist_ok=True)
-            stem = f"{self.experiment.name}-{config.run_id}"
-            traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
+            self.progress.prefix = ""
+            self.ledger.path.parent.mkdir(parents=True, exist_ok=True)
+            names = [f"{self.experiment.name}-{config.run_id}-rank{rank}.json.gz" for rank in range(config.world_size)]
+            traces = [self.ledger.path.with_name(name) for name in names]
             self._alone(name, Member("profile", label, config), profile_alone(traces))
         for family in self.experiment.families:
             for label, config in family.candidates:
-                self._cold_compiles(family, label, config, progress)
-        return [self._within_memory(family, progress) for family in self.experiment.families]
+                self._cold_compiles(family, label, config)
+        return [self._within_memory(family) for family in self.experiment.families]
 
     def _checks(self) -> list[Trial]:
         """Checks that are missing."""
@@ -147,21 +217,21 @@ class Campaign:
         """Profiles that are missing."""
         return [row for row in self.experiment.profiles if not self.held.settled(row[2].run_id, "profile")]
 
-    def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
+    def _cold_compiles(self, family: Family, label: str, config: RunConfig) -> None:
         """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
         missing = self.lacks.compiles(family, config)
         for i in range(missing):
-            progress.prefix = f"cold compile {i + 1} of {missing};"
+            self.progress.prefix = f"cold compile {i + 1} of {missing};"
             record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
             if record.status != "ok":
                 self.lacks.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
                 return
 
-    def _within_memory(self, family: Family, progress: Progress) -> Family:
+    def _within_memory(self, family: Family) -> Family:
         """The family without candidates that do not fit, once the largest batch that does has been searched, alone."""
         if not family.search_up_to:
             return family
-        progress.prefix = "the largest batch that fits;"
+        self.progress.prefix = "the largest batch that fits;"
         # A try belongs to every family that does this work, whatever sizes that compares.
         attempt = partial(self._alone, family.name, baseline_id="", set_id="")
         known = search_ended(self.held.records, family.baseline)
@@ -178,7 +248,7 @@ class Campaign:
         kept = tuple(row for row in family.candidates if row[1].global_batch_size <= largest)
         return replace(family, candidates=kept)
 
-    def _train(self, families: Sequence[Family], progress: Progress) -> None:
+    def _train(self, families: Sequence[Family]) -> None:
         """Train for quality what has a speed: one after the other, until the next cannot end in time."""
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
         timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
@@ -188,11 +258,11 @@ class Campaign:
         while to_come:
             trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.forecast_of_trials(to_come)
             if left is not None and left < (self.lacks.trial_seconds(trial) or 0.0):
-                progress.prefix = ""
-                progress.always(f"{len(to_come)} trials did not fit into the time")
+                self.progress.prefix = ""
+                self.progress.always(f"{len(to_come)} trials did not fit into the time")
                 break
-            progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
-            progress.expect(seconds if left is None else min(left, seconds))
+            self.progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
+            self.progress.expect(seconds if left is None else min(left, seconds))
             member = Member("quality", trial.label, trial.config)
             work = partial(train_once, fid=trial.fid)
             self._alone(trial.family, member, work, baseline_id=trial.baseline.run_id)
@@ -209,9 +279,7 @@ class Campaign:
 
     # Sets
 
-    def _measure_stage(
-        self, families: Sequence[Family], progress: Progress, share: float, *, needed: bool, yields: bool = False
-    ) -> None:
+    def _measure_stage(self, families: Sequence[Family], share: float, *, needed: bool, yields: bool = False) -> None:
         """Measure sets of ``families`` in ``share`` of the time that is left.
 
         ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
@@ -250,25 +318,25 @@ class Campaign:
                     return
                 families = [f for f in families if f.name != family.name]
                 continue
-            progress.prefix = f"set {measured + 1},"
-            progress.expect(min(self.lacks.forecast(families), end - now))
-            progress.always(f"{family.name}: starting")
-            disturbed[family.name] += self._measure_set(family, candidates, progress)
+            self.progress.prefix = f"set {measured + 1},"
+            self.progress.expect(min(self.lacks.forecast(families), end - now))
+            self.progress.always(f"{family.name}: starting")
+            disturbed[family.name] += self._measure_set(family, candidates)
             measured += 1
 
-    def _measure_set(self, family: Family, candidates: Sequence[Row], progress: Progress) -> bool:
+    def _measure_set(self, family: Family, candidates: Sequence[Row]) -> bool:
         """Measure one set, and say what failed in it; returns whether it was disturbed and does not count."""
-        records = self.measure(family, candidates)
+        records = self.add_set(family, candidates)
         if failed := [r for r in records if r.status != "ok"]:
             told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
             hopeless = any(self.lacks.hopeless(r.config) for r in failed)
-            progress.stay(f"lost: {told}; {'not tried again now' if hopeless else 'measured again'}")
+            self.progress.stay(f"lost: {told}; {'not tried again now' if hopeless else 'measured again'}")
         if self.held.disturbed or not crowded(records):
             return False
-        progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
+        self.progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
         return True
 
-    def measure(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
+    def add_set(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
         """Measure one set of a family and append its records, which it returns."""
         base, label = family.baseline, family.baseline_label
         members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
@@ -341,7 +409,7 @@ class Campaign:
             config=config,
             baseline_id=baseline.run_id,
             plan=self.target.plan,
-            environment=environment(),
+            environment=hardware.environment(),
             code_version=self.instrument.code.key,
             data_name=self.instrument.data_name,
         )

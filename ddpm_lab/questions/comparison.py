@@ -29,12 +29,13 @@ from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import values
 from ddpm_lab.files import PREPARED, configuration, expanded, output_folder, read_settings
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.output import say
 from ddpm_lab.plan import RESOLUTION
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planning import MOST_SETS, Planned, plan_pair
+from ddpm_lab.questions.planning import MOST_SETS, plan_pair
 from ddpm_lab.training.run_folder import SETTINGS
 from ddpm_lab.training.setting import find_here, usual_device
 
@@ -164,13 +165,13 @@ def measure(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Planned:
+) -> Campaign:
     """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
     if scripts.is_command(baseline) and scripts.is_command(candidate):
         if str(baseline).split() == str(candidate).split():
             raise ConfigError(f"both sides are {str(candidate).strip()!r}: {_ITSELF}")
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        return cast(Planned, scripts.compare_commands(str(baseline), str(candidate), **how, **limits))
+        return cast(Campaign, scripts.compare_commands(str(baseline), str(candidate), **how, **limits))
     for given in (baseline, candidate):
         if scripts.is_command(given):
             raise ConfigError(f"{given} is a command line, and the other side is none: give two of a kind")
@@ -185,7 +186,7 @@ def measure(
     return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
 
 
-def answer(measured: Planned) -> ComparisonResult:
+def answer(measured: Campaign) -> ComparisonResult:
     """What the records say, with a figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]

@@ -59,7 +59,7 @@ from ddpm_lab.plan import (
 )
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
-from ddpm_lab.questions.planning import Planned, Settings, plan_question
+from ddpm_lab.questions.planning import Settings, plan_question
 from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
@@ -147,7 +147,7 @@ def _published(name: str, output: Path, network: str | None, usual: str) -> Stud
     return study([], name, output_dir=output)
 
 
-def study_of(measured: Planned) -> Study:
+def study_of(measured: Campaign) -> Study:
     """The records that answer what was measured."""
     (machine, code, _, plan), name = measured.cohort, measured.experiment.name
 
@@ -155,7 +155,7 @@ def study_of(measured: Planned) -> Study:
         beside = name in BESIDE_OTHERS and not h.cohort[2].startswith(OWN_DATA)
         return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or beside)
 
-    records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
+    records, damaged = measured.ledger.read(lambda heads: [h for h in heads if mine(h)])
     note(damaged)
     records = distinct(records)
     configurations, output = measured.experiment.configurations, measured.output
@@ -173,7 +173,7 @@ def study_of(measured: Planned) -> Study:
         trials=tuple(r for part in parts for r in part.trials),
         published_trials=published_trials(),
         measured_sets=measured.measured_sets,
-        resolution=measured.campaign.target.resolution,
+        resolution=measured.target.resolution,
     )
 
 
@@ -186,7 +186,7 @@ def _named_as(family: Family, record: RunRecord) -> RunRecord:
     return dataclasses.replace(record, family=family.name, label=label)
 
 
-def records_of(measured: Planned) -> list[RunRecord]:
+def records_of(measured: Campaign) -> list[RunRecord]:
     """Every record of the configurations that were asked for, their trials too."""
     found, wanted = study_of(measured), {c.run_id for c in measured.experiment.configurations}
     return [r for r in (*found.records, *found.trials) if r.run_id in wanted and r.experiment == found.experiment]
@@ -269,7 +269,7 @@ def _stored(
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, **settings: Any) -> Planned:
+def measure(name: str, **settings: Any) -> Campaign:
     """Measure what the ledger lacks for a question, and say which records answer it; see ``planning.plan_question``.
 
     Comparisons that have an answer get no more sets; those that were shown to be inconclusive do.
@@ -277,11 +277,10 @@ def measure(name: str, **settings: Any) -> Planned:
     return undecided(plan_question(name, **settings)).measure()
 
 
-def undecided(planned: Planned) -> Planned:
+def undecided(planned: Campaign) -> Campaign:
     """A question without further sets for the comparisons whose answer was shown before."""
-    campaign = planned.campaign
-    looked = any(campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families)
-    if campaign.target.seconds == 0 or not looked or missing_to_explain():
+    looked = any(planned.held.looked(f.baseline.run_id) for f in planned.experiment.families)
+    if planned.target.seconds == 0 or not looked or missing_to_explain():
         return planned
     answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned)) if c.answered)
     return planned.renewed(decided=answered)
@@ -295,9 +294,9 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     further sets. ``say`` is called with a question and a line of progress, or with why it cannot be measured: the
     others go on. Costs and scatter, never ratios, decide how the time is divided.
     """
-    ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Planned]()
+    ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Campaign]()
 
-    def spend(name: str, planned: Planned, seconds: float, *stages: str, yields: bool = False) -> None:
+    def spend(name: str, planned: Campaign, seconds: float, *stages: str, yields: bool = False) -> None:
         with _going_on(name, say):
             measured[name] = planned.measure(seconds=seconds, stages=stages, look=False, yields=yields)
             added.append(measured[name].measured_sets)
@@ -305,13 +304,13 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     for count, name in enumerate(asked):
         with _going_on(name, say):
             planned = plan_question(name, further=False, say=partial(say, name), **asked[name])
-            if planned.campaign.missing():
-                weight = 1 + planned.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+            if planned.missing():
+                weight = 1 + planned.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
                 left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
                 spend(name, planned, max(LEAST_SECONDS, left), PRIMARY, yields=count < len(asked) - 1)
-    for name in sorted(measured, key=lambda name: measured[name].campaign.least_seconds()):
+    for name in sorted(measured, key=lambda name: measured[name].least_seconds()):
         left = ends - time.monotonic()
-        if 0 < measured[name].campaign.least_seconds() <= left:
+        if 0 < measured[name].least_seconds() <= left:
             spend(name, measured[name], left, PRIMARY)
     for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
@@ -319,7 +318,7 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     date = hardware.environment().date
     for name, done in measured.items():  # all answers are shown at once
         with _going_on(name, say):
-            done.campaign.look(date)
+            done.look(date)
     return sum(added)
 
 
@@ -346,7 +345,7 @@ def recommend(
     only: Mapping[str, Sequence[object]] | None = None,
     global_batch_size: int | None = None,
     **settings: Any,
-) -> Planned:
+) -> Campaign:
     """Search, then measure baseline, winner and the steps between them in sets of their own.
 
     ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
@@ -364,9 +363,9 @@ def recommend(
     search_ends = begun + seconds * (BESIDE_TRIALS if trained else SEARCH_SHARE)
     settings["preset"] = preset
     planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
-    space = planned.campaign.experiment.space
+    space = planned.experiment.space
     if space is None:  # the user's training does its own steps
-        raise ConfigError("; ".join(reason for _, _, reason in planned.campaign.experiment.left_out))
+        raise ConfigError("; ".join(reason for _, _, reason in planned.experiment.left_out))
     base = space.baseline  # what is found is measured on the same device, cores and network
     settings |= {"device": base.device, "cores": base.threads * base.node_size or hardware.usable_cores()}
     settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
@@ -375,14 +374,14 @@ def recommend(
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
         while True:
-            may_win = _admissible(planned.campaign, space)
+            may_win = _admissible(planned, space)
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
             winner = belief.winner(may_win)
             left = None if minutes is None else max(1.0, begun + seconds - time.monotonic()) / 60
             again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
-            _note_space(again.campaign, space)
+            _note_space(again, space)
             measured = again.measure()
-            if time.monotonic() > begun + seconds or winner in _admissible(planned.campaign, space):
+            if time.monotonic() > begun + seconds or winner in _admissible(planned, space):
                 return measured
             # Trials call the winner worse: search without it.
 
@@ -401,13 +400,15 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
 
 
 def find(
-    planned: Planned, among: Sequence[Cell], seconds_left: Callable[[], float] = lambda: math.inf, preset: str = "quick"
+    campaign: Campaign,
+    among: Sequence[Cell],
+    seconds_left: Callable[[], float] = lambda: math.inf,
+    preset: str = "quick",
 ) -> Belief:
     """Go on with the race between the cells that may win (``among``) from what the ledger holds."""
-    campaign, progress, space = planned.campaign, planned.progress, planned.campaign.experiment.space
+    progress, space, cohort = campaign.progress, campaign.experiment.space, campaign.cohort
     assert space is not None
     (family,), cells, base = campaign.experiment.families, space.cells, space.baseline
-    cohort = (campaign.machine_key, campaign.instrument.code.key, base.data_sha256, campaign.target.plan.key)
     records, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.experiment == SEARCH and h.cohort == cohort])
     found, most = search.observations(records, base.run_id), min(MOST_SETS, search.most_sets(len(among)))
     if preset == "smoke":
@@ -418,7 +419,7 @@ def find(
     def measure(chosen: list[Cell]) -> Ratios | None:
         progress.prefix = f"set {len(found) + 1} of the search,"
         progress.always(f"trying {'; '.join(map(space.changed, chosen))}")
-        new = campaign.measure(family, [(space.changed(c), cells[c]) for c in chosen])
+        new = campaign.add_set(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
         # Of a set that others disturbed nothing is known, and it is measured again unless the first ones all were.
         again = crowded(new) and (any(found) or len(found) + 1 < LEAST_SETS)

@@ -19,13 +19,14 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.table import literal
 from ddpm_lab.files import expanded, output_folder
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
-from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seconds_of
+from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of
 from ddpm_lab.questions.scripts import WORKING_TREE
 from ddpm_lab.training.setting import code_of, usual_device
 
@@ -41,7 +42,7 @@ def compare_revisions(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Planned | Outcome:
+) -> Campaign | Outcome:
     """Measure a training step of the working tree against a revision of the same repository.
 
     ``step`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, Interrupted, choice, missing_to_explain, number, several, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
@@ -18,7 +18,7 @@ from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import OVERRUN, Campaign
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
@@ -28,8 +28,6 @@ from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.plan import (
     LEAST_SETS,
-    OTHERS,
-    PRIMARY,
     RECOMMENDATION,
     SEARCH,
     TUNED,
@@ -44,7 +42,7 @@ from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.recommendation import all_cores_first
 from ddpm_lab.questions.search import SEARCH_PLAN
-from ddpm_lab.record import TWIN, Cohort, RunRecord, crowded
+from ddpm_lab.record import TWIN, RunRecord, crowded
 from ddpm_lab.training import setting
 from ddpm_lab.training.setting import OWN_DATA, Images, Setup, code_of, usual_device
 
@@ -124,107 +122,7 @@ class Settings:
             setting.check_name(question, self.workload)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """An experiment that is checked and ready to be measured, and what the ledger then holds of it.
-
-    ``on_cores`` plans the same question for so many cores; None where they were asked for. ``before`` counts the sets
-    of a first attempt with more cores.
-    """
-
-    campaign: Campaign
-    output: Path
-    progress: Progress
-    on_cores: Callable[[int], Planned] | None = None
-    before: int = 0
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.campaign.experiment
-
-    @property
-    def ledger(self) -> Path:
-        return self.campaign.ledger.path
-
-    @property
-    def cohort(self) -> Cohort:
-        """Machine, code, data and plan of its records; images of further sizes are further data."""
-        c = self.campaign
-        return (c.machine_key, c.instrument.code.key, c.experiment.configurations[0].data_sha256, c.target.plan.key)
-
-    @property
-    def measured_sets(self) -> int:
-        """Sets that were measured now."""
-        return self.before + self.campaign.measured_sets
-
-    @property
-    def completed(self) -> bool:
-        """Whether the ledger holds an answer."""
-        return self.campaign.held.any
-
-    def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Planned:
-        """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
-        c = self.campaign
-        again = Campaign(experiment or c.experiment, replace(c.target, **changes), c.instrument, c.ledger, c.traces)
-        return replace(self, campaign=again, before=0)
-
-    def measure(
-        self,
-        *,
-        seconds: float | None = None,
-        stages: Sequence[str] = (PRIMARY, OTHERS),
-        look: bool = True,
-        yields: bool = False,
-    ) -> Planned:
-        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
-
-        What it returns is of fewer cores where the machine was too busy for all of them. ``yields`` as in
-        ``Campaign.run``.
-        """
-        if seconds is None and self.campaign.target.seconds == 0:  # a page of a report, which measures for all of them
-            if look:
-                self.campaign.look()
-            return self
-        planned = self
-        with measuring(self.progress.always) as waited:
-            if waited or seconds is not None:
-                planned = self.renewed(seconds=self.campaign.target.seconds if seconds is None else seconds)
-            campaign = planned.campaign
-            try:
-                campaign.run(self.progress, stages=stages, look=look, yields=yields)
-            except KeyboardInterrupt as stopped:
-                if not self.progress.in_notebook:  # the command line has a sentence of its own
-                    raise
-                kept = campaign.measured_sets
-                most = kept + campaign.lacks.sets_missing(campaign.experiment.families)
-                raise Interrupted(f"{kept} of {most} sets kept; run the cell again") from stopped
-            if campaign.crowded_out and (again := planned.on_free_cores()):
-                left = campaign.seconds_left()
-                if left is not None:  # an answer is worth more than the time
-                    left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
-                found = again.measure(seconds=left, stages=stages, look=look)
-                return replace(found, before=found.before + campaign.measured_sets)
-        count = campaign.measured_sets
-        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
-        return planned
-
-    def on_free_cores(self) -> Planned | None:
-        """The same question for the cores that other processes leave; None where these are too few for it."""
-        config = self.experiment.configurations[0]
-        cores = config.rank_threads(hardware.usable_cores()) * config.node_size
-        if self.on_cores is None or cores == 1:
-            return None
-        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
-        free = min(free_cores(), cores - 1)
-        self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
-        try:
-            return self.on_cores(free)
-        except ConfigError as error:
-            self.progress.stay(str(error))
-            return None
-
-
-def plan_question(name: str, **settings: Any) -> Planned:
+def plan_question(name: str, **settings: Any) -> Campaign:
     """Check a question, or a stage of a search, and prepare its images: nothing of it is refused any more.
 
     ``settings`` are those of ``Settings``, and of the question itself. Raises ConfigError for what cannot be run on
@@ -241,10 +139,9 @@ def plan_question(name: str, **settings: Any) -> Planned:
     own = target.seconds if asked.workload else None
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
-    campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     # A stage of a search gets the time that the search leaves, and its cores.
     again = None if asked.cores or smoke or name in STAGES else lambda n: plan_question(name, **settings | {"cores": n})
-    return Planned(campaign=campaign, output=output, progress=progress, on_cores=again)
+    return Campaign(experiment, target, instrument, output, progress, on_cores=again)
 
 
 def plan_experiment(
@@ -258,14 +155,13 @@ def plan_experiment(
     sets: int = MOST_SETS,
     quiet: bool = False,
     code: CodeVersion | None = None,
-) -> Planned:
+) -> Campaign:
     """Make an experiment of any workloads ready; ``code`` covers the sources of all of them, None looks at each."""
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
     instrument = instrument_for(output, progress, target.seconds)
     instrument = replace(instrument, code=code or code_of(experiment.configurations, instrument), data_name=data_name)
-    campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
-    return Planned(campaign=campaign, output=output, progress=progress)
+    return Campaign(experiment, target, instrument, output, progress)
 
 
 def _target(
@@ -454,7 +350,7 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
 
 def plan_pair(
     pair: tuple[RunConfig, RunConfig], names: tuple[str, str], *, output: Path, cores: int | None = None, **how: Any
-) -> Planned:
+) -> Campaign:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
     ``cores`` of a CPU are those of an earlier answer, or that are free; all where a side says how many threads it
@@ -482,15 +378,17 @@ def plan_pair(
     planned = plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
     if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
         return planned
-    how["code"] = planned.campaign.instrument.code
+    how["code"] = planned.instrument.code
     again = partial(plan_pair, pair, names, output=output, **how)
-    return replace(again(cores=cores_of_pair(pair, planned)), on_cores=lambda n: again(cores=n))
+    found = again(cores=cores_of_pair(pair, planned))
+    found.on_cores = lambda cores: again(cores=cores)
+    return found
 
 
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Planned) -> int:
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Campaign) -> int:
     """Cores to compare two configurations with: those of an earlier answer of this code, or those that are free."""
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
-    wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.campaign.ledger.heads()[0]
+    wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.ledger.heads()[0]
     mine = [h for h in heads if (h.experiment, h.role, *h.cohort[:2]) == wanted]
     if known := [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id and _answers(r)]:
         return max(known)

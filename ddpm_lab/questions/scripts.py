@@ -20,6 +20,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, settings_among, source_of
 from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads, texts_of
 from ddpm_lab.measure.group import GroupFailed
@@ -28,7 +29,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.measure.worktree import Repository
 from ddpm_lab.output import say
-from ddpm_lab.questions.planning import Planned, instrument_for, plan_pair, seconds_of
+from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device
 
@@ -149,7 +150,7 @@ def compare_commands(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Planned | None:
+) -> Campaign | None:
     """Measure two command lines, or one as it is here against a revision of its repository; ``limits`` as in compare.
 
     ``per_step`` are the images of a step, of each side or of both. None where a revision runs the same code. Raises
