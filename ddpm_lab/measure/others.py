@@ -200,24 +200,29 @@ State = dict[str, float | None]
 Fold = Callable[[Iterable[float]], float]
 
 
-_SAMPLED: dict[str, Fold] = {
-    "gpu_utilisation_percent": fmean,
-    "gpu_memory_used_bytes": max,
-    "gpu_clock_mhz": fmean,
-    "gpu_clock_min_mhz": min,
-    "gpu_memory_clock_mhz": fmean,
-    "gpu_temperature_celsius": max,
-    "gpu_throttle_reasons": lambda values: float(reduce(operator.or_, map(int, values))),  # NVML's bits
-    "gpu_power_watts": fmean,
+def _all_bits(values: Iterable[float]) -> float:
+    return float(reduce(operator.or_, map(int, values)))
+
+
+_SAMPLED: dict[str, tuple[Fold, Callable[[Any], float], str, tuple[int, ...]]] = {
+    "gpu_utilisation_percent": (fmean, lambda rates: float(rates.gpu), "UtilizationRates", ()),
+    "gpu_memory_used_bytes": (max, lambda memory: float(memory.used), "MemoryInfo", ()),
+    "gpu_clock_mhz": (fmean, int, "ClockInfo", (1,)),  # NVML_CLOCK_SM
+    "gpu_clock_min_mhz": (min, int, "ClockInfo", (1,)),
+    "gpu_memory_clock_mhz": (fmean, int, "ClockInfo", (2,)),  # NVML_CLOCK_MEM
+    "gpu_temperature_celsius": (max, int, "Temperature", (0,)),  # NVML_TEMPERATURE_GPU
+    "gpu_throttle_reasons": (_all_bits, int, "CurrentClocksEventReasons", ()),
+    "gpu_power_watts": (fmean, lambda milliwatts: milliwatts / 1e3, "PowerUsage", ()),
 }
-"""How the samples of a GPU become one value, and those of a group's GPUs."""
+"""How the samples of a GPU become one value, how a sample is made of what NVML says, and what NVML is asked for."""
 _OTHERS: dict[str, Fold] = {
     "gpu_others": sum,  # processes
     "gpu_others_bytes": sum,
     "gpu_others_changed_bytes": sum,  # how far their memory grew or shrank meanwhile
     "gpu_others_percent": max,  # of the multiprocessors' time
 }
-_OF_GROUP: dict[str, Fold] = {**_SAMPLED, "gpu_power_watts": sum, "gpu_energy_joules": sum, **_OTHERS}
+_OF_GROUP = {name: fold for name, (fold, *_) in _SAMPLED.items()}
+_OF_GROUP |= {"gpu_power_watts": sum, "gpu_energy_joules": sum, **_OTHERS}
 """How the values of a group's GPUs become one."""
 
 
@@ -288,7 +293,7 @@ class _Gpu:
     def __init__(self, uuid: str, pid: int) -> None:
         self._pid, self._handle = pid, gpu_handle(uuid)
         self.known = self._handle is not None
-        self._samples: list[State] = []
+        self._samples: dict[str, list[float]] = {name: [] for name in _SAMPLED}
         self._processes: list[dict[int, int | None] | None] = []  # bytes of GPU memory by process, of each look
 
     def _read(self, name: str, *arguments: Any) -> Any:
@@ -306,34 +311,22 @@ class _Gpu:
 
     def sample(self) -> None:
         """Read what holds at this moment."""
-        utilisation, memory = self._read("UtilizationRates"), self._read("MemoryInfo")
-        clock, milliwatts = self._read("ClockInfo", 1), self._read("PowerUsage")  # NVML_CLOCK_SM
-        self._samples.append(
-            {
-                "gpu_utilisation_percent": None if utilisation is None else float(utilisation.gpu),
-                "gpu_memory_used_bytes": None if memory is None else float(memory.used),
-                "gpu_clock_mhz": clock,
-                "gpu_clock_min_mhz": clock,
-                "gpu_memory_clock_mhz": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
-                "gpu_temperature_celsius": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
-                "gpu_throttle_reasons": self._read("CurrentClocksEventReasons"),
-                "gpu_power_watts": None if milliwatts is None else milliwatts / 1e3,
-            }
-        )
+        for name, (_, value, question, arguments) in _SAMPLED.items():
+            if (said := self._read(question, *arguments)) is not None:
+                self._samples[name].append(value(said))
         self._look_at_processes()
 
     def end(self) -> None:
         """Read again what was read at the beginning, as soon as the work is done; a sample too if there is none."""
         self._energy = difference(self._energy, self._read("TotalEnergyConsumption"))
         self._seconds = time.monotonic() - self._begun
-        if not self._samples:
+        if len(self._processes) < 2:
             self.sample()
         self._look_at_processes()
 
     def state(self, own: set[int]) -> State:
         """What was found of this GPU; ``own`` are process ids that are no others."""
-        known = {name: [v for sample in self._samples if (v := sample[name]) is not None] for name in _SAMPLED}
-        state: State = {name: fold(known[name]) if known[name] else None for name, fold in _SAMPLED.items()}
+        state: State = {name: fold(v) if (v := self._samples[name]) else None for name, (fold, *_) in _SAMPLED.items()}
         joules = None if self._energy is None else self._energy / 1e3
         state |= {"gpu_energy_joules": joules} | ({} if joules is None else {"gpu_power_watts": joules / self._seconds})
         return state | self._others(own)
