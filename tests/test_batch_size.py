@@ -34,7 +34,7 @@ class Machine:
         self.fits, self.status = fits, status
         self.fixed = self.each = 0  # bytes of a rank
         self.records, self.tried = list[RunRecord](), list[int]()
-        self.left = None if base.device == "cpu" else 1e9
+        self.left = math.inf if base.device == "cpu" else 1e9
 
     def attempt(self, member: Member) -> RunRecord:
         batch, ranks = member.config.global_batch_size, member.config.world_size
@@ -85,7 +85,7 @@ def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
     slow = Machine(CUDA, 10**6)
     slow.left = 40.0  # a try takes a second and 10 ms an image; it may take half of what is left
     assert slow.found() == (1024, "time")
-    slow.left = None
+    slow.left = math.inf
     assert slow.found() == (8192, "time"), "with more time it goes on, to the longest try"
     assert slow.tried == [128 * 2**i for i in range(7)]
     for status, found, tries in (("crashed", 256, 2), ("refused", 288, 1)):  # what may pass is tried again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import textwrap
@@ -323,7 +324,7 @@ def plan_bottleneck(settings: dict[str, Any]) -> Campaign:
     """The question of what limits a step, ready to be measured."""
     check_room(output_folder(settings.get("output_dir")) / "reports")
     planned = planning.plan_question("bottleneck", **settings)
-    if (seconds := planned.target.seconds) is None:
+    if math.isinf(seconds := planned.target.seconds):
         return planned
     return planned.renewed(bottleneck.fitting(planned.experiment, seconds, planned.held))
 

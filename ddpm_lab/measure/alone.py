@@ -175,12 +175,12 @@ def largest_batch(
     family: Family,
     records: Sequence[RunRecord],
     attempt: Callable[[Member], RunRecord],
-    seconds_left: Callable[[], float | None],
+    seconds_left: Callable[[], float],
 ) -> RunRecord | None:
     """Search the largest global batch size that fits for the work of a family's baseline, which is tried first.
 
     ``records`` are what the ledger holds, of earlier searches among others; ``attempt`` measures a member alone, keeps
-    its record and returns it; ``seconds_left`` is None without a budget.
+    its record and returns it; ``seconds_left`` is infinite without a budget.
 
     Returns the record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried.
     Its label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
@@ -208,7 +208,7 @@ def largest_batch(
         left = seconds_left()
         stages = tried[low].stages if low else {}
         seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1 if low else 0)
-        if low and seconds > (TRY_SECONDS if left is None else left / 2):
+        if low and seconds > (TRY_SECONDS if math.isinf(left) else left / 2):
             limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
             break
         if low and base.device == "cpu":

@@ -33,7 +33,7 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
-from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
+from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
 
 PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison is not all that it has
@@ -116,9 +116,8 @@ class Campaign:
                 most = made.measured_sets + made.lacks.sets_missing(made.experiment.families)
                 raise Interrupted(f"{made.measured_sets} of {most} sets kept; run the cell again") from stopped
             if made.crowded_out and (again := made._on_free_cores()):
-                left = made.seconds_left()
-                if left is not None:  # an answer is worth more than the time
-                    left = max(left, (OVERRUN - 1) * (made.target.seconds or 0.0))
+                # An answer is worth more than the time.
+                left = max(made.seconds_left(), (OVERRUN - 1) * made.target.seconds)
                 found = again.measure(seconds=left, stages=stages, look=look)
                 found.measured_sets += made.measured_sets
                 return found
@@ -160,15 +159,15 @@ class Campaign:
         if look:
             self.look()
 
-    def seconds_left(self) -> float | None:
-        """Seconds of the budget that are left, or None without one."""
-        return None if self.target.seconds is None else self.target.seconds - (time.monotonic() - self.begun)
+    def seconds_left(self) -> float:
+        """Seconds of the budget that are left; infinite without one."""
+        return self.target.seconds - (time.monotonic() - self.begun)
 
     def missing(self) -> bool:
         """Whether anything is still to be measured, or an answer to be shown."""
         families = self.experiment.families
         new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
-        singles = [*self._profiles(), *self._checks(), *self.lacks.trials(self.experiment.trials)]
+        singles = [*self._singles(), *self.lacks.trials(self.experiment.trials)]
         return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
 
     def least_seconds(self) -> float:
@@ -184,7 +183,8 @@ class Campaign:
         """Seconds that all that is missing will take, from what earlier sets took where there are any."""
         families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
         searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
-        singles = len(self._profiles()) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
+        profiles = [member for _, member, *_ in self._singles() if member.role == "profile"]  # a check takes seconds
+        singles = len(profiles) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
         return self.lacks.forecast(families) + singles + self.lacks.forecast_of_trials(trials)
 
     # What is measured alone
@@ -194,28 +194,26 @@ class Campaign:
         for name, label, reason in self.experiment.left_out:
             bases = [f.baseline for f in self.experiment.families if f.name == name]
             self._note(name, label, None, (*bases, *self.experiment.configurations)[0], reason)
-        for check in self._checks():
-            role, work = _CHECKS[check.config.workload]
-            member = Member(role, check.label, check.config)
-            self._alone(check.family, member, work, baseline_id=check.baseline.run_id)
-        for name, label, config in self._profiles():
-            self.progress.prefix = ""
-            self.ledger.path.parent.mkdir(parents=True, exist_ok=True)
-            names = [f"{self.experiment.name}-{config.run_id}-rank{rank}.json.gz" for rank in range(config.world_size)]
-            traces = [self.ledger.path.with_name(name) for name in names]
-            self._alone(name, Member("profile", label, config), profile_alone(traces))
+        self.progress.prefix = ""
+        self.ledger.path.parent.mkdir(parents=True, exist_ok=True)
+        for name, member, work, baseline in self._singles():
+            self._alone(name, member, work, baseline_id=baseline.run_id)
         for family in self.experiment.families:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config)
         return [self._within_memory(family) for family in self.experiment.families]
 
-    def _checks(self) -> list[Trial]:
-        """Checks that are missing."""
-        return [c for c in self.experiment.checks if not self.held.settled(c.config.run_id, "check", "wrong")]
-
-    def _profiles(self) -> list[tuple[str, str, RunConfig]]:
-        """Profiles that are missing."""
-        return [row for row in self.experiment.profiles if not self.held.settled(row[2].run_id, "profile")]
+    def _singles(self) -> list[tuple[str, Member, Work, RunConfig]]:
+        """Checks and profiles that are missing: the family, what is measured, how, and its baseline."""
+        found = list[tuple[str, Member, Work, RunConfig]]()
+        for check in self.experiment.checks:
+            role, work = _CHECKS[check.config.workload]
+            found.append((check.family, Member(role, check.label, check.config), work, check.baseline))
+        for family, label, config in self.experiment.profiles:
+            names = [f"{self.experiment.name}-{config.run_id}-rank{rank}.json.gz" for rank in range(config.world_size)]
+            work = profile_alone([self.ledger.path.with_name(name) for name in names])
+            found.append((family, Member("profile", label, config), work, config))
+        return [row for row in found if not self.held.settled(row[1].config.run_id, row[1].role)]
 
     def _cold_compiles(self, family: Family, label: str, config: RunConfig) -> None:
         """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
@@ -257,12 +255,12 @@ class Campaign:
         count = len(to_come)
         while to_come:
             trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.forecast_of_trials(to_come)
-            if left is not None and left < (self.lacks.trial_seconds(trial) or 0.0):
+            if left < (self.lacks.trial_seconds(trial) or 0.0):
                 self.progress.prefix = ""
                 self.progress.always(f"{len(to_come)} trials did not fit into the time")
                 break
             self.progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
-            self.progress.expect(seconds if left is None else min(left, seconds))
+            self.progress.expect(min(left, seconds))
             member = Member("quality", trial.label, trial.config)
             work = partial(train_once, fid=trial.fid)
             self._alone(trial.family, member, work, baseline_id=trial.baseline.run_id)
@@ -286,9 +284,8 @@ class Campaign:
         have no time for their least sets are left out and noted; of needed ones each family keeps one.
         """
         start, left = time.monotonic(), self.seconds_left()
-        end = math.inf if left is None else start + share * left
-        latest = math.inf if left is None else start + OVERRUN * share * left
-        self.lacks.timed = left is not None
+        end, latest = start + share * left, start + OVERRUN * share * left
+        self.lacks.timed = math.isfinite(left)
         self._stage_ends = end
         self._stage_families = max(1, sum(bool(self.lacks.wanted(family)) for family in families))
         primary = any(label == f.primary for f in families for label, _ in f.candidates)

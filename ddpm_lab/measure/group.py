@@ -48,10 +48,9 @@ class Limits:
     finish_seconds: float = 20.0
 
     @classmethod
-    def of_own(cls, seconds: float | None) -> Limits:
+    def of_own(cls, seconds: float) -> Limits:
         """Those of somebody's own code in a time budget: a start that takes all of it leaves nothing to measure."""
-        usual = cls().build_seconds
-        return cls() if seconds is None else cls(build_seconds=min(max(SLOW_START_SECONDS, seconds), usual))
+        return cls(build_seconds=min(max(SLOW_START_SECONDS, seconds), cls().build_seconds))
 
     def told(self, limit: float) -> str:
         """A limit that is over, for a sentence."""

@@ -49,7 +49,7 @@ class Target:
     further: bool = True
     decided: Collection[tuple[str, str]] = ()
     resolution: float = RESOLUTION
-    seconds: float | None = None
+    seconds: float = math.inf
     sets_to_come: Callable[[Sequence[float]], int] | None = None
 
 

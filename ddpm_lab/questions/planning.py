@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,7 +137,7 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     plan = replace(plan, turns=scope.plan.turns) if smoke else plan
     target = _target(plan, asked.sets, asked.minutes, asked.resolution, planned=scope.sets)
     target = replace(target, exact=target.exact or smoke, further=asked.further, cold_compiles=scope.cold_compiles)
-    own = target.seconds if asked.workload else None
+    own = target.seconds if asked.workload else math.inf
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
     # A stage of a search gets the time that the search leaves, and its cores.
@@ -185,16 +186,16 @@ def _target(
     return replace(target, sets=sets or MOST_SETS, resolution=resolution, sets_to_come=to_come)
 
 
-def seconds_of(minutes: object) -> float | None:
-    """A time budget in seconds. Raises ConfigError for what is none."""
+def seconds_of(minutes: object) -> float:
+    """A time budget in seconds, infinite without one. Raises ConfigError for what is none."""
     if minutes is None:
-        return None
+        return math.inf
     if not number(minutes) or minutes < 0:
         raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
     return 60 * minutes
 
 
-def instrument_for(output: Path, progress: Callable[[str], None], seconds: float | None = None) -> Instrument:
+def instrument_for(output: Path, progress: Callable[[str], None], seconds: float = math.inf) -> Instrument:
     """What measuring needs to know, of somebody's own code within ``seconds``, before its code is known.
 
     Raises ConfigError if ``output`` is not writable.
