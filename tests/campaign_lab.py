@@ -12,7 +12,7 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import campaign, hardware
+from ddpm_lab.measure import alone, campaign, hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
@@ -42,7 +42,7 @@ class Lab:
         self.stop_after: int | None = None
         monkeypatch.setattr(campaign, "measure_set", self.measure_set)
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
-        monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
+        monkeypatch.setattr(alone, "profile_alone", self.traces.extend)
         monkeypatch.setattr(hardware, "environment", make.environment)
         monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: self.now))
 

@@ -20,14 +20,6 @@ from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, hardware, shortfall
-from ddpm_lab.measure.alone import (
-    compare_gradients,
-    largest_batch,
-    profile_alone,
-    run_wrong_ways,
-    search_ended,
-    train_once,
-)
 from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
@@ -40,7 +32,10 @@ PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison 
 OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
-_CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alone.WORKLOAD: ("wrong", run_wrong_ways)}
+_CHECKS: dict[str, tuple[str, Work]] = {
+    CHECK: ("check", alone.compare_gradients),
+    alone.WORKLOAD: ("wrong", alone.run_wrong_ways),
+}
 """Role and work of a check, by its workload."""
 
 
@@ -182,7 +177,7 @@ class Campaign:
     def forecast(self) -> float:
         """Seconds that all that is missing will take, from what earlier sets took where there are any."""
         families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
-        searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
+        searches = [f for f in families if f.search_up_to and not alone.search_ended(self.held.records, f.baseline)]
         profiles = [member for _, member, *_ in self._singles() if member.role == "profile"]  # a check takes seconds
         singles = len(profiles) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
         return self.lacks.forecast(families) + singles + self.lacks.forecast_of_trials(trials)
@@ -211,7 +206,7 @@ class Campaign:
             found.append((check.family, Member(role, check.label, check.config), work, check.baseline))
         for family, label, config in self.experiment.profiles:
             names = [f"{self.experiment.name}-{config.run_id}-rank{rank}.json.gz" for rank in range(config.world_size)]
-            work = profile_alone([self.ledger.path.with_name(name) for name in names])
+            work = alone.profile_alone([self.ledger.path.with_name(name) for name in names])
             found.append((family, Member("profile", label, config), work, config))
         return [row for row in found if not self.held.settled(row[1].config.run_id, row[1].role)]
 
@@ -232,8 +227,8 @@ class Campaign:
         self.progress.prefix = "the largest batch that fits;"
         # A try belongs to every family that does this work, whatever sizes that compares.
         attempt = partial(self._alone, family.name, baseline_id="", set_id="")
-        known = search_ended(self.held.records, family.baseline)
-        ended = largest_batch(family, self.held.records, attempt, self.seconds_left)
+        known = alone.search_ended(self.held.records, family.baseline)
+        ended = alone.largest_batch(family, self.held.records, attempt, self.seconds_left)
         if ended is None:
             return family
         if known is None or (known.run_id, known.label) != (ended.run_id, ended.label):
@@ -262,7 +257,7 @@ class Campaign:
             self.progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
             self.progress.expect(min(left, seconds))
             member = Member("quality", trial.label, trial.config)
-            work = partial(train_once, fid=trial.fid)
+            work = partial(alone.train_once, fid=trial.fid)
             self._alone(trial.family, member, work, baseline_id=trial.baseline.run_id)
             del to_come[0]
         for group in dict.fromkeys((t.family, t.label) for t in wanted):

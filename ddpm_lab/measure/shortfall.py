@@ -44,7 +44,7 @@ class Target:
 
     plan: Plan
     sets: int
-    cold_compiles: int
+    cold_compiles: int = 0
     exact: bool = False
     further: bool = True
     decided: Collection[tuple[str, str]] = ()

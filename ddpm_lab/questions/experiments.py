@@ -18,26 +18,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
+from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, LabError, choice, missing_to_explain, number
 from ddpm_lab.data.packed import is_prepared, place_of, read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import quality
+from ddpm_lab.explain import quality, selection
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import COMPARED, comparisons
-from ddpm_lab.explain.selection import (
-    BESIDE_OTHERS,
-    LOOK,
-    TRIAL,
-    Study,
-    about,
-    machine_key,
-    note,
-    read_study,
-    study,
-    with_looks,
-)
+from ddpm_lab.explain.selection import LOOK, TRIAL, Study, note, study
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
@@ -45,18 +35,7 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
-from ddpm_lab.plan import (
-    LEAST_SETS,
-    OTHERS,
-    PRESETS,
-    PRIMARY,
-    RECOMMENDATION,
-    SEARCH,
-    Cell,
-    Family,
-    Space,
-    usual_network,
-)
+from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Family, Space, usual_network
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Settings, plan_question
@@ -149,10 +128,10 @@ def _published(name: str, output: Path, network: str | None, usual: str) -> Stud
 
 def study_of(measured: Campaign) -> Study:
     """The records that answer what was measured."""
-    (machine, code, _, plan), name = measured.cohort, measured.experiment.name
+    (machine, code, _, plan_key), name = measured.cohort, measured.experiment.name
 
     def mine(h: Head) -> bool:
-        beside = name in BESIDE_OTHERS and not h.cohort[2].startswith(OWN_DATA)
+        beside = name in selection.BESIDE_OTHERS and not h.cohort[2].startswith(OWN_DATA)
         return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or beside)
 
     records, damaged = measured.ledger.read(lambda heads: [h for h in heads if mine(h)])
@@ -164,7 +143,7 @@ def study_of(measured: Campaign) -> Study:
         records = [_named_as(measured.experiment.families[0], r) for r in records]
     ids = {c.run_id for c in configurations}
     parts = [  # images of several sizes are several sets of data: each compares only with itself
-        study(records, name, run_ids=ids, cohort=(machine, code, data, plan), output_dir=output)
+        study(records, name, run_ids=ids, cohort=(machine, code, data, plan_key), output_dir=output)
         for data in dict.fromkeys(c.data_sha256 for c in configurations)
     ]
     return dataclasses.replace(
@@ -209,7 +188,7 @@ def recommendation(
     none. With ``ledger`` or ``machine`` nothing is measured. ``workload`` is a training of the user's in place of the
     lab's own; the other settings, and the errors, are those of ``recommend``.
     """
-    choice("preset", preset, PRESETS)
+    choice("preset", preset, plan.PRESETS)
     output, searched = output_folder(output_dir), False
     of: dict[str, Any] = {name: settings.get(name) for name in ("network", "device")}
     if ledger is not None or machine is not None:
@@ -254,16 +233,16 @@ def _stored(
 
     def mine(heads: Sequence[Head]) -> list[Head]:
         if machine is not None and heads:
-            key = machine_key(heads, machine)
+            key = selection.machine_key(heads, machine)
             heads = [h for h in heads if h.machine.key == key]
         other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
         asked = [h for h in heads if h.experiment == name or (other and h.experiment not in other)]
         found = of_training(heads, workload)
         if workload is None and of.get("network") is None and asked and not any(h in asked for h in found):
             found = [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
-        return about(with_looks(found, heads), **of)
+        return selection.about(selection.with_looks(found, heads), **of)
 
-    return read_study(files, name, output, machine=machine, among=mine)
+    return selection.read_study(files, name, output, machine=machine, among=mine)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -422,7 +401,7 @@ def find(
         new = campaign.add_set(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
         # Of a set that others disturbed nothing is known, and it is measured again unless the first ones all were.
-        again = crowded(new) and (any(found) or len(found) + 1 < LEAST_SETS)
+        again = crowded(new) and (any(found) or len(found) + 1 < plan.LEAST_SETS)
         return next(iter(search.observations(new, base.run_id)), {} if again else None)
 
     def seconds_of(cell: Cell) -> float:

@@ -27,16 +27,7 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import (
-    LEAST_SETS,
-    RECOMMENDATION,
-    SEARCH,
-    TUNED,
-    Experiment,
-    Family,
-    Plan,
-    usual_network,
-)
+from ddpm_lab.plan import LEAST_SETS, RECOMMENDATION, SEARCH, TUNED, Experiment, Family, Plan, usual_network
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
@@ -135,7 +126,7 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
     plan = (SEARCH_PLAN if name == SEARCH else every_question()[name].about.plan) or scope.plan
     plan = replace(plan, turns=scope.plan.turns) if smoke else plan
-    target = _target(plan, asked.sets, asked.minutes, asked.resolution, planned=scope.sets)
+    target = _target(plan, asked.minutes, asked.sets, asked.resolution, planned=scope.sets)
     target = replace(target, exact=target.exact or smoke, further=asked.further, cold_compiles=scope.cold_compiles)
     own = target.seconds if asked.workload else math.inf
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
@@ -145,45 +136,22 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     return Campaign(experiment, target, instrument, output, progress, on_cores=again)
 
 
-def plan_experiment(
-    experiment: Experiment,
-    *,
-    output: Path,
-    data_name: str,
-    plan: Plan,
-    resolution: float = stats.RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
-    quiet: bool = False,
-    code: CodeVersion | None = None,
-) -> Campaign:
-    """Make an experiment of any workloads ready; ``code`` covers the sources of all of them, None looks at each."""
-    target = _target(plan, sets, minutes, resolution)
-    progress = Progress(experiment.name, quiet=quiet)
-    instrument = instrument_for(output, progress, target.seconds)
-    instrument = replace(instrument, code=code or code_of(experiment.configurations, instrument), data_name=data_name)
-    return Campaign(experiment, target, instrument, output, progress)
-
-
 def _target(
-    plan: Plan, sets: int | None, minutes: float | None, resolution: float | None, *, planned: int = MOST_SETS
+    plan: Plan, minutes: float | None, sets: int | None, resolution: float | None, *, planned: int = MOST_SETS
 ) -> Target:
     """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
     seconds = seconds_of(minutes)
     if sets is not None:
         whole("sets", sets, 1)
-    target = Target(
-        plan=plan, sets=sets or planned, exact=sets is not None and resolution is None, seconds=seconds, cold_compiles=0
-    )
     if resolution is None:
-        return target
+        return Target(plan=plan, sets=sets or planned, exact=sets is not None, seconds=seconds)
     if not (number(resolution) and LEAST_RESOLUTION <= resolution < 1):
         least = f"{LEAST_RESOLUTION} (0.1 %), which {MOST_SETS} sets resolve on a quiet machine"
         raise ConfigError(f"resolution is {resolution!r}: give a share below 1, such as 0.02, and at least {least}")
     if missing := missing_to_explain():
         raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
     to_come = partial(stats.sets_to_come, effect=resolution)
-    return replace(target, sets=sets or MOST_SETS, resolution=resolution, sets_to_come=to_come)
+    return Target(plan=plan, sets=sets or MOST_SETS, seconds=seconds, resolution=resolution, sets_to_come=to_come)
 
 
 def seconds_of(minutes: object) -> float:
@@ -349,44 +317,54 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
 # --- two configurations, measured in the same sets -------------------------------------------------------------------
 
 
+Pair = tuple[RunConfig, RunConfig]
+
+
 def plan_pair(
-    pair: tuple[RunConfig, RunConfig], names: tuple[str, str], *, output: Path, cores: int | None = None, **how: Any
+    pair: Pair,
+    names: tuple[str, str],
+    *,
+    output: Path,
+    resolution: float = stats.RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    cores: int | None = None,
+    quiet: bool = False,
+    code: CodeVersion | None = None,
 ) -> Campaign:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
     ``cores`` of a CPU are those of an earlier answer, or that are free; all where a side says how many threads it
-    takes. ``how`` is as in ``plan_experiment``. Raises ConfigError where this machine cannot, or the work is not equal.
+    takes. ``code`` covers the sources of both sides, None looks at each. Raises ConfigError where this machine cannot,
+    or the work is not equal.
     """
-    if how.get("minutes") == 0:
+    if minutes == 0:
         raise ConfigError("minutes is 0: give more, or leave it out for no limit")
     most = hardware.usable_cores()
-    free = most if cores is None else _checked(cores, most)
-    if free < most and any(c.threads for c in pair):
+    chosen = most if cores is None else _checked(cores, most)
+    if chosen < most and any(c.threads for c in pair):
         raise ConfigError(f"cores is {cores}, and a side says how many threads it takes: leave one of the two out")
-    for config in pair:
-        ranks, gpus = config.world_size, len(hardware.gpus())
-        setting.check_ranks(config.device, ranks, gpus, free, limited=free < most)
-        setting.check_cores("loader_workers", config.loader_workers, most, ranks)
-    one, two = (on_cores(config, free) for config in pair)
+    one, two = _pair_on(pair, chosen)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
-    base, label = names
-    family = Family(
-        name=f"{label} against {base}", baseline=one, baseline_label=base, candidates=((label, two),), primary=label
-    )
-    asked = Experiment(name="compare", families=(family,))
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    planned = plan_experiment(asked, output=output, data_name=images, plan=Plan(), **how)
+    target, progress = _target(Plan(), minutes, sets, resolution), Progress("compare", quiet=quiet)
+    instrument = instrument_for(output, progress, target.seconds)
+    instrument = replace(instrument, code=code or code_of(pair, instrument), data_name=images)
+
+    def planned(cores: int, again: Callable[[int], Campaign] | None = None) -> Campaign:
+        (base, label), (one, two) = names, _pair_on(pair, cores)
+        name, rows = f"{label} against {base}", ((label, two),)
+        family = Family(name=name, baseline=one, baseline_label=base, candidates=rows, primary=label)
+        experiment = Experiment(name="compare", families=(family,))
+        return Campaign(experiment, target, instrument, output, progress, on_cores=again)
+
     if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
-        return planned
-    how["code"] = planned.instrument.code
-    again = partial(plan_pair, pair, names, output=output, **how)
-    found = again(cores=cores_of_pair(pair, planned))
-    found.on_cores = lambda cores: again(cores=cores)
-    return found
+        return planned(chosen)
+    return planned(_cores_of_pair(pair, planned(most)), planned)
 
 
-def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Campaign) -> int:
+def _cores_of_pair(pair: Pair, planned: Campaign) -> int:
     """Cores to compare two configurations with: those of an earlier answer of this code, or those that are free."""
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
     wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.ledger.heads()[0]
@@ -395,6 +373,15 @@ def cores_of_pair(pair: tuple[RunConfig, RunConfig], planned: Campaign) -> int:
         return max(known)
     with measuring(planned.progress.always):
         return free_cores()
+
+
+def _pair_on(pair: Pair, cores: int) -> Pair:
+    """Two configurations on so many cores. Raises ConfigError where this machine cannot run them so."""
+    most, gpus = hardware.usable_cores(), len(hardware.gpus())
+    for config in pair:
+        setting.check_ranks(config.device, config.world_size, gpus, cores, limited=cores < most)
+        setting.check_cores("loader_workers", config.loader_workers, most, config.world_size)
+    return on_cores(pair[0], cores), on_cores(pair[1], cores)
 
 
 def on_cores(config: RunConfig, cores: int) -> RunConfig:
