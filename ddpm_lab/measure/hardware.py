@@ -204,8 +204,7 @@ def _git_commit() -> str | None:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-            return done.stdout.strip() or None
+            return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip() or None
     return None
 
 

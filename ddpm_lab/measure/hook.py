@@ -84,8 +84,8 @@ class Turns:
         """Those of the weights, which need not be the current one; weights on the CPU may be computed with there."""
         cuda = self.torch.cuda
         if cuda.is_available() and cuda.is_initialized():
-            self.devices = sorted({p.device.index for p in self._weights() if p.device.type == "cuda"})
-            self.devices = self.devices or [cuda.current_device()]
+            found = {p.device.index for p in self._weights() if p.device.type == "cuda"}
+            self.devices = sorted(found) or [cuda.current_device()]
 
     def _weights(self) -> list[Any]:
         return [p for group in self.taken.param_groups for p in group["params"]]
@@ -100,14 +100,13 @@ class Turns:
             self.link = Client(str(Path(FOLDER, "turns")))
         except OSError:  # nobody is there any more
             os._exit(1)
-        rank, world_size = self._place()
-        self._say({"pid": os.getpid(), "rank": rank, "world_size": world_size})
+        self._say({"pid": os.getpid(), **self._place()})
 
-    def _place(self) -> tuple[int, int]:
+    def _place(self) -> dict[str, int]:
         distributed = self.torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
-        return 0, 1
+        several = distributed.is_available() and distributed.is_initialized()
+        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)
+        return {"rank": rank, "world_size": world_size}
 
     def _obey(self) -> None:
         """Sleep until there are steps to make."""
@@ -127,10 +126,8 @@ class Turns:
 
     def _begin(self) -> None:
         self._synchronize()
-        self.marks = []
-        self.skipped = 0
-        self.start = time.perf_counter()
-        self.first = self._mark()
+        self.marks, self.skipped = [], 0
+        self.start, self.first = time.perf_counter(), self._mark()
 
     def _report(self) -> None:
         self._synchronize()
@@ -169,7 +166,7 @@ class Turns:
             "compiled": bool(counters and (counters["frames"]["ok"] or counters["stats"]["unique_graphs"])),
             "optimizer": type(self.taken).__name__,
             "several_optimizers": self.calls > self.steps,
-            "world_size": self._place()[1],
+            "world_size": self._place()["world_size"],
             "threads": torch.get_num_threads(),
             "argv": sys.argv,
             "python": ".".join(map(str, sys.version_info[:3])),
@@ -195,11 +192,12 @@ class Turns:
 
     def finish(self) -> dict[str, Any]:
         """The most memory this process has held; it is ended after this."""
-        peaks: dict[str, Any] = {"peak_rss_bytes": resident_bytes("VmHWM")}
         cuda, devices = self.torch.cuda, self.devices
-        peaks["peak_memory_bytes"] = sum(map(cuda.max_memory_allocated, devices)) if devices else None
-        peaks["peak_reserved_bytes"] = sum(map(cuda.max_memory_reserved, devices)) if devices else None
-        return peaks
+        return {
+            "peak_rss_bytes": resident_bytes("VmHWM"),
+            "peak_memory_bytes": sum(map(cuda.max_memory_allocated, devices)) if devices else None,
+            "peak_reserved_bytes": sum(map(cuda.max_memory_reserved, devices)) if devices else None,
+        }
 
     def _say(self, said: dict[str, Any]) -> None:
         self.told = time.perf_counter()

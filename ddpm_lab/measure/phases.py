@@ -7,6 +7,7 @@ device costs nothing. Time that no mark names shows in the residual, since the w
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,26 +30,18 @@ TOP = 80  # operators kept by name; the rest are summed as (other operators)
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals that do not touch, in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[1] > i[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """Seconds that the intervals cover, each second once."""
-    return sum(end - start for start, end in union(intervals))
+    covered, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
-def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+def shared(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """Seconds that both cover."""
-    one, other = union(first), union(second)
-    return length(one) + length(other) - length([*one, *other])
+    return length(first) + length(second) - length([*first, *second])
 
 
 def mean(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,8 +65,7 @@ class PhaseClock:
     """Passes marks on to the heartbeat; in a budget window keeps them, and under the profiler makes ranges of them."""
 
     def __init__(self, beat: Callable[[str], None], device: str) -> None:
-        self._beat = beat
-        self._cuda = device.startswith("cuda")
+        self._beat, self._cuda = beat, device.startswith("cuda")
         self._marks: list[tuple[str, float, Any]] | None = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._synchronised = False
@@ -152,8 +144,7 @@ class PhaseClock:
             return intervals
 
         def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
-            named = {name: intervals for name, intervals in phases.items() if name != UNNAMED}
-            return {name: sum(b - a for a, b in intervals) / steps for name, intervals in named.items()}
+            return {name: sum(b - a for a, b in parts) / steps for name, parts in phases.items() if name != UNNAMED}
 
         host_moments = [seconds(moment) for _, moment, _ in marks]
         main = by_phase([seconds(event) for _, _, event in marks] if on_device else host_moments)
@@ -163,8 +154,7 @@ class PhaseClock:
         if on_device:  # the host loads the next batch while the device still computes
             spans.setdefault("data", by_phase(host_moments)["data"])
         compute = [interval for name in COMPUTE for interval in main.get(name, ())]
-        phases = per_step(main)
-        step_seconds = (end - start) / steps
+        phases, step_seconds = per_step(main), (end - start) / steps
         budget: dict[str, Any] = {
             "step_seconds": step_seconds,
             "phases": phases,
@@ -195,11 +185,11 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     def add_repetition(profiler: Any) -> None:
         for event in profiler.key_averages():
             # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
-            if event.device_type != DeviceType.CPU:
+            if event.device_type != DeviceType.CPU or event.key.startswith("ProfilerStep"):
                 continue
             if event.key.startswith(RANGE):
                 phases[event.key.removeprefix(RANGE)] += event.cpu_time_total / 1e6
-            elif not event.key.startswith("ProfilerStep"):
+            else:
                 row = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
                 operators[event.key] = [a + b for a, b in zip(operators[event.key], row, strict=True)]
         partial = trace.with_name(f".partial.{trace.name}")
