@@ -27,7 +27,7 @@ from ddpm_lab.measure.alone import BUDGET_SECONDS, LOOKS, profile_alone, take_bu
 from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.sets import Instrument, Member, Seat
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions import trained
+from ddpm_lab.questions.quality import fid_of
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import plan_fid
@@ -193,7 +193,7 @@ def test_a_trials_fid_is_the_closed_formula(
     fid = plan_fid(inception, PICTURES, None)
     record = done_alone(tmp_path / "cache", config, partial(train_once, fid=fid))
     assert record.status == "ok", record.reason
-    found = trained.fid_of([record])
+    found = fid_of([record])
     assert found is not None
     assert "reason" not in found
     packed = open_packed(Path(pictures.data))

@@ -14,7 +14,7 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Family, Trial
-from ddpm_lab.questions import trained as learned
+from ddpm_lab.questions import quality as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
 from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.training.setting import Setup

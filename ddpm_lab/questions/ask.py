@@ -23,9 +23,8 @@ from ddpm_lab.explain.comparisons import comparisons, families
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Question
-from ddpm_lab.questions.quality import with_trials
+from ddpm_lab.questions.quality import trained_view, with_trials
 from ddpm_lab.questions.search import recommendation, search
-from ddpm_lab.questions.trained import trained_view
 from ddpm_lab.training.setting import Setup, nothing_asked
 
 

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, SAME_WEIGHTS, TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import machine_state, phrases, stats
+from ddpm_lab.explain import charts, machine_state, phrases, stats
 from ddpm_lab.explain import quality as verdicts
-from ddpm_lab.explain.answer import Answer, band, speeds
+from ddpm_lab.explain.answer import Answer, View, band, speeds
 from ddpm_lab.explain.answer import row as ratio_row
-from ddpm_lab.explain.charts import Figure, Panel, forest
+from ddpm_lab.explain.charts import Figure, Line, Panel, Plot, Row, forest, lines
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, command_of, compared, judging, unsound, untrained
 from ddpm_lab.explain.selection import Study
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
-from ddpm_lab.questions import trained
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
 QUESTION = Question(title="Does any setting cost quality?", file="08_quality", long=True)
-
 
 Images = Annotated[int | None, Opt("images that each of these runs trains on", least=1)]
 IDENTITY_STEPS = 20
@@ -39,7 +40,15 @@ _STEPS = {"smoke": 40, "quick": 2_500, "full": 2_500}
 """Of the baseline's batch: tiny at batch 8 reaches the loss that shows harm (``explain.quality``) after 1,600."""
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
 _FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
-"""Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
+"""Of a FID, where the data has so many to train on."""
+LEAST_IMAGES = 2_049  # images with which the covariance of Inception's 2,048 features can have its full rank
+FEW = f"with fewer than {LEAST_IMAGES:,} images the covariance is singular, and the FID too rough to compare"
+MEANING = "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
+_COLOURS = dict.fromkeys(verdicts.GOOD, charts.GOOD) | {verdicts.WORSE: charts.BAD}
+_POINTS = 50
+
+Array = npt.NDArray[np.float64]
+Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 
 def quality(
@@ -68,20 +77,10 @@ def quality(
     usual = _SMOKE if setup.preset == "smoke" else tuple(known)
     rows = tuple((name, known[name]) for name in known if name in (usual if candidates is None else candidates))
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
-    trials = _trials(family, setup, count, images)
-    fid = _fid(setup, inception, fid_images)
-    first = (setup.seed, TRAINING)
-    trials = [replace(t, fid=fid) if (t.config.seed, t.config.workload) == first else t for t in trials]
-    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=tuple(_checks(family)))
-
-
-def _checks(family: Family) -> list[Trial]:
-    """Checks of loss and gradient: of what learns something else than the baseline by more than optimizer or batch."""
-    base = _tried(family.baseline)
-    usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
-    tried = [(label, _tried(config)) for label, config in ([] if base.is_own else _learners(family))]
-    others = [(label, replace(c, purpose="check", workload=CHECK)) for label, c in tried if replace(c, **usual) != base]
-    return [Trial(family=family.name, label=label, baseline=family.baseline, config=c) for label, c in others]
+    found = with_trials(Experiment(name="quality", families=(family,)), setup, seeds=count, images=images)
+    fid, first = _fid(setup, inception, fid_images), (setup.seed, TRAINING)
+    trials = (replace(t, fid=fid) if (t.config.seed, t.config.workload) == first else t for t in found.trials)
+    return replace(found, trials=tuple(trials))
 
 
 def _images(setup: Setup, asked: int | None, configs: Sequence[RunConfig]) -> int:
@@ -111,25 +110,22 @@ def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
 
 def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     """Configurations to compare with ``base``, by name: every setting that may change what is learned."""
-    batch = base.global_batch_size
-    changes: dict[str, dict[str, Any]] = {"bf16": {"precision": "bf16"}}
-    if setup.device == "cuda":
-        changes |= {"tf32": {"precision": "tf32"}, "fp16": {"precision": "fp16"}}
-    changes |= {
-        "bf16 with fused kernels": {"precision": "bf16", "kernels": "fused"},
-        "compiled": {"compile": "whole"},
-        "bf16 compiled": {"precision": "bf16", "compile": "whole"},
-        f"batch {2 * batch}": {"global_batch_size": 2 * batch},
-    }
-    if setup.most_ranks > 1 and batch % 2 == 0:
-        two = {"world_size": 2, "nodes": setup.nodes(2)}
-        changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = two
-        changes["bf16 exchange"] = {**two, "exchange": ExchangeConfig(hook="bf16")}
-        changes["fp16 exchange"] = {**two, "exchange": ExchangeConfig(hook="fp16")}
-    if batch % 2 == 0:
-        changes["2 micro-batches"] = {"accumulation": 2}
-    changes["EMA every step"] = {"optimizer": replace(base.optimizer, ema_every=1)}
-    return {name: replace(base, **change) for name, change in changes.items()}
+    batch, cuda = base.global_batch_size, setup.device == "cuda"
+    even, two = batch % 2 == 0, {"world_size": 2, "nodes": setup.nodes(2)}
+    shared = even and setup.most_ranks > 1
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (True, "bf16", {"precision": "bf16"}),
+        *((cuda, name, {"precision": name}) for name in ("tf32", "fp16")),
+        (True, "bf16 with fused kernels", {"precision": "bf16", "kernels": "fused"}),
+        (True, "compiled", {"compile": "whole"}),
+        (True, "bf16 compiled", {"precision": "bf16", "compile": "whole"}),
+        (True, f"batch {2 * batch}", {"global_batch_size": 2 * batch}),
+        (shared, "2 GPUs" if cuda else "2 ranks", two),
+        *((shared, f"{hook} exchange", {**two, "exchange": ExchangeConfig(hook=hook)}) for hook in ("bf16", "fp16")),
+        (even, "2 micro-batches", {"accumulation": 2}),
+        (True, "EMA every step", {"optimizer": replace(base.optimizer, ema_every=1)}),
+    ]
+    return {name: replace(base, **change) for able, name, change in changes if able}
 
 
 def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, images: int | None) -> Experiment:
@@ -149,18 +145,19 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
         raise ConfigError(f"seeds is {count}: give at most {verdicts.MOST_SEEDS}")
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
-    tried = [f for f in experiment.families if count and _rows(f)]
-    found = [t for f in tried for t in _trials(f, setup, count, images)]
-    checks = [check for f in tried for check in _checks(f)]
+    found, checks = list(experiment.trials), list(experiment.checks)
+    for f in experiment.families if count else ():
+        if _rows(f):
+            more = _trials(f, setup, count, images)
+            found, checks = [*found, *more[0]], [*checks, *more[1]]
     others = [config for f in experiment.families for _, config in f.candidates]
     if seeds and others and not any(map(_trains, others)):
         raise ConfigError(
             f"seeds is {seeds!r}, and only other trainers are asked for, which are not trained here: leave it out, or "
             "add the parts levers or exchange"
         )
-    once = {t.config.run_id: t for t in (*experiment.trials, *found)}
-    checked = {c.config.run_id: c for c in (*experiment.checks, *checks)}
-    return replace(experiment, trials=tuple(once.values()), checks=tuple(checked.values()))
+    once, checked = ({t.config.run_id: t for t in trials}.values() for trials in (found, checks))
+    return replace(experiment, trials=tuple(once), checks=tuple(checked))
 
 
 def _rows(family: Family) -> list[tuple[str, RunConfig]]:
@@ -169,33 +166,35 @@ def _rows(family: Family) -> list[tuple[str, RunConfig]]:
     return [] if apart or not _trains(family.baseline) else [row for row in family.candidates if _trains(row[1])]
 
 
-def _learners(family: Family) -> list[tuple[str, RunConfig]]:
-    """Those that may learn something else than the baseline; one alone of those that learn the same."""
-    found = {_learned(row[1]): row for row in reversed(_rows(family))}
-    found.pop(_learned(family.baseline), None)
-    return [*found.values()][::-1]
-
-
 def _learned(config: RunConfig) -> RunConfig:
     """A configuration without what changes no bit of what is learned."""
     tried = _tried(config)
     return tried if config.is_own else replace(tried, **SAME_WEIGHTS)
 
 
-def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:
-    """Trials of a family's baseline and of the candidates that are this trainer, on equally many images.
+def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tuple[list[Trial], list[Trial]]:
+    """Trials of a family's baseline and of the candidates that are this trainer, on equally many images; and checks.
 
-    What differs in its loader alone, or in how two ranks exchange gradients, must learn the same, shown in a few steps.
+    One alone is tried of those that learn the same. What differs in its loader alone, or in how two ranks exchange
+    gradients, must learn the same as the baseline, shown in a few steps. Loss and gradient are checked of what learns
+    something else by more than optimizer or batch.
     """
-    rows, learners, base = _rows(family), _learners(family), _tried(family.baseline)
+    rows, base, same = _rows(family), _tried(family.baseline), _learned(family.baseline)
     amount = _images(setup, images, [base, *(config for _, config in rows)])
+    others = {_learned(config): (label, config) for label, config in reversed(rows) if _learned(config) != same}
+    learners = [*others.values()][::-1]
     both = [(family.baseline_label, family.baseline), *learners] if learners else []
     # How much a training of the user's looks at is the user's affair.
     how: dict[str, Any] = {"images": amount, "draws": 1 if base.is_own else _DRAWS[setup.preset]}
     found = [trial(family, label, config, setup.seed + i, **how) for i in range(seeds) for label, config in both]
-    learned = _learned(family.baseline)
-    loaders = tuple(row for row in rows if _learned(row[1]) == learned and not base.is_own)
-    return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
+    if base.is_own:
+        return found, []
+    if loaders := tuple(row for row in rows if _learned(row[1]) == same):
+        found += identity_trials(replace(family, candidates=loaders))
+    usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
+    tried = [(label, config) for label, each in learners if replace(config := _tried(each), **usual) != base]
+    checks = [(label, replace(config, purpose="check", workload=CHECK)) for label, config in tried]
+    return found, [Trial(family=family.name, label=name, baseline=family.baseline, config=c) for name, c in checks]
 
 
 def _trains(config: RunConfig) -> bool:
@@ -234,8 +233,8 @@ def answer(study: Study) -> Answer:
     """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
     family = _family(study)
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
-    shown, views = speeds(study, found), (trained.trained_view(study, [family]),)
-    table = partial(trained.loss_table, family, fid=bool(_fids(family)))
+    shown, views = speeds(study, found), (trained_view(study, [family]),)
+    table = partial(loss_table, family, fid=bool(_fids(family)))
     return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
 
 
@@ -249,7 +248,7 @@ def _family(study: Study) -> list[Comparison]:
 def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
     short, lead = _headline(family[1:])
     known = _fids(family)
-    fid = f"FID {trained.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
+    fid = f"FID {fid_method(known)}." if known else "FID: not measured: give --inception FILE."
     notes = (unsound(study), untrained(study), *machine_state.warnings(study), fid)
     found = about(study, lead, short, *notes, evidence=_method(family))
     tried = [r.equivalence.verdict for r in family if r.equivalence.seeds]
@@ -261,7 +260,7 @@ def _finding(study: Study, family: Sequence[Comparison]) -> Finding:
 
 def _fids(family: Sequence[Comparison]) -> list[tuple[str, Mapping[str, Any]]]:
     """The FIDs that were asked for, by label, the baseline's first."""
-    return [(r.label, found) for r in family if (found := trained.fid_of(trained.trials_of(family, r)))]
+    return [(r.label, found) for r in family if (found := fid_of(trials_of(family, r)))]
 
 
 def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
@@ -289,10 +288,10 @@ def _headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
 
 def _method(family: Sequence[Comparison]) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    if not (records := trained.trials_of(family, family[0])):
+    if not (records := trials_of(family, family[0])):
         return ""
     first, last = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
-    what = f"Held-out loss of the averaged weights after {trained.extent_of(family)[1]:,} images"
+    what = f"Held-out loss of the averaged weights after {extent_of(family)[1]:,} images"
     seeds = phrases.plural(len(records), "seed")
     return f"{what}, paired over {seeds}, 90 % intervals; the baseline fell from {first:.3f} to {last:.4f}."
 
@@ -304,10 +303,163 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
         return usual.figure()
     speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
     return forest(
-        [speed, trained.loss_panel(shown, "Quality")],
+        [speed, loss_panel(shown, "Quality")],
         title=usual.finding.headline,
         context=phrases.context(study),
         note=f"{_method(family)} Speed: blue faster, orange slower, grey neither; band: the baseline "
-        f"repeated. Loss: {phrases.within(trained.MEANING)}",
+        f"repeated. Loss: {phrases.within(MEANING)}",
         beside=True,
     )
+
+
+# --- what was learned -------------------------------------------------------------------------------------------------
+
+
+def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
+    """The largest ``verdicts.extent`` of trials that any verdict rests on; zeros without any."""
+    return max((verdicts.extent(r.equivalence.pairs[0][0]) for r in rows if r.equivalence.pairs), default=(0, 0))
+
+
+def trials_of(rows: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
+    """The trials of one of ``rows`` that verdicts rest on, of the largest extent, in the order of their seeds."""
+    extent, lead = extent_of(rows), row.role == "baseline"
+    pairs = [p for r in (rows if lead else [row]) for p in r.equivalence.pairs if verdicts.extent(p[0]) == extent]
+    found = {r.config.seed: r for r in (base if lead else tried for base, tried in pairs)}
+    return [found[seed] for seed in sorted(found)]
+
+
+def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
+    """Training loss of each trial (trials, points): the mean over as many equal shares of its first ``images``."""
+    found = []
+    for record in records:
+        batch, losses = record.config.global_batch_size, np.array((record.quality or {})["losses"], float)
+        share = ((np.arange(len(losses)) + 0.5) * batch * points / images).astype(int)
+        inside = share < points
+        counts = np.bincount(share[inside], minlength=points)
+        found.append(np.bincount(share[inside], losses[inside], minlength=points) / counts)
+    return np.array(found)
+
+
+def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
+    """One row a configuration: speed, quality, and held-out loss."""
+    images, shown = extent_of(family)[1], []
+    for row in family:
+        lead = row.role == "baseline"
+        records = trials_of(family, row)
+        final = np.mean([np.interp(images, *verdicts.curve(r)) for r in records]) if records else math.nan
+        distance = fid_of(records)
+        shown.append(
+            {
+                "Configuration": f"{row.label} (baseline)" if lead else row.label,
+                "Speed": phrases.times(row.ratio) if row.sets else phrases.DASH,
+                "Verdict on speed": phrases.outcome(row),
+                "Quality": "baseline" if lead else row.quality,
+                "Held-out loss": f"{final:.4f}" if records else phrases.DASH,
+                **({"FID": fid_words(distance) if distance else phrases.DASH} if fid else {}),
+                **phrases.loss(row),
+                "Seeds": str(len(records)),
+            }
+        )
+    return shown
+
+
+# --- FIDs -------------------------------------------------------------------------------------------------------------
+
+
+def fid_of(records: Sequence[RunRecord]) -> Mapping[str, Any] | None:
+    """The FID of one of these trials, with its counts, or the reason why it failed; None where none was asked for."""
+    asked = (((r.quality or {}).get("fid") or {}) for r in records)
+    return next((found for found in asked if found), None)
+
+
+def fid_words(found: Mapping[str, Any]) -> str:
+    """A FID with the number of images it is of: ``12.3 (2,500 images)``."""
+    if "fid" not in found:
+        return "failed"
+    few = ", too few" if found["images"] < LEAST_IMAGES else ""
+    return f"{found['fid']:.{1 if found['fid'] >= 10 else 2}f} ({found['images']:,} images{few})"
+
+
+def fid_method(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """How FIDs by label were measured, why any failed, and whether they are of too few images."""
+    first = known[0][1]
+    text = f"against as many training images, with the first seed, by DDIM in {first['steps']} steps; "
+    text += f"Inception {first['inception_sha256'][:8]}"
+    text += "".join(f"; {label} failed ({f.get('reason', 'unpublished')})" for label, f in known if "fid" not in f)
+    return f"{text}; {FEW}" if any(found["images"] < LEAST_IMAGES for _, found in known) else text
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def loss_panel(shown: Sequence[Comparison], heading: str) -> Panel:
+    """Rows of differences of the final loss, with the margin as a band around 0."""
+    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
+    margins, label = None if margin is None else (-margin, margin), "held-out loss, less the baseline's"
+    return Panel(rows=[*map(_loss, shown)], heading=heading, reference=0, band=margins, label=label)
+
+
+def _loss(c: Comparison) -> Row:
+    e = c.equivalence
+    if math.isnan(e.difference):
+        return Row(name=c.label, missing=verdicts.sentence(e))
+    colour = _COLOURS.get(e.verdict, charts.OPEN)
+    return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
+
+
+def trained_view(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
+    """What configurations have learned, of the ``families`` that were trained."""
+    caption = "Held-out and training loss on the way, all settings overlaid."
+    return View(caption, "curves", lambda: _curves(study, [rows for rows in families if extent_of(rows)[1]]))
+
+
+def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> Figure | None:
+    """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
+    plots, how = [], dict[str, Any](from_zero=False, x_label="images trained on", y_label="loss")
+    for rows in families:
+        several = f"{rows[0].family}: " if len(families) > 1 else ""
+        for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
+            plots.append(Plot(lines=_overlaid(rows, series), heading=several + heading, **how))
+    if not plots:
+        return None
+    return lines(
+        plots,
+        title="Loss during training",
+        context=phrases.context(study),
+        note=f"Mean over seeds; shade: lowest and highest seed. The training loss is the mean over each of up to "
+        f"{_POINTS} equal shares of the images. "
+        "Grey: settings whose loss is not found to be larger by the margin.",
+    )
+
+
+def _overlaid(rows: Sequence[Comparison], series: Series) -> list[Line]:
+    """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
+    base, found = trials_of(rows, rows[0]), []
+    for c in sorted((c for c in rows if c.role == "candidate"), key=_apart):
+        if mine := trials_of(rows, c):
+            name, colour = (c.label, "") if _apart(c) else ("no larger loss found", charts.OPEN)
+            found.append(_curve(name, *series(mine, base[0]), colour))
+    return [*found, _curve(f"{rows[0].label} (baseline)", *series(base, base[0]), charts.INK)]
+
+
+def _apart(c: Comparison) -> bool:
+    """Whether the final loss is found to be larger, and by more than the margin where there is one."""
+    e = c.equivalence
+    return e.verdict == verdicts.WORSE or e.low > (0.0 if math.isnan(e.margin) else e.margin)
+
+
+def _curve(name: str, images: Array, values: Array, colour: str) -> Line:
+    low, high = values.min(0), values.max(0)
+    return Line(name=name, x=images, y=values.mean(0), low=low, high=high, colour=colour, look="-", shade=True)
+
+
+def _held_out(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    images, _ = verdicts.curve(base)
+    return images, np.array([np.interp(images, *verdicts.curve(r)) for r in records])
+
+
+def _smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    batches = [r.config.global_batch_size for r in (base, *records)]
+    images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
+    points = min(_POINTS, images // max(batches))
+    return (np.arange(points) + 0.5) * images / points, training(records, images, points)
