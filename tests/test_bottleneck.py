@@ -179,7 +179,8 @@ def test_other_code_other_baselines_failures_and_notes_are_no_measurements_of_th
     budget, measured = profiled(CONFIG, BUSY), told(CONFIG, {"bf16": (BF16, 1.5)})
     other_code = [replace(r, code_version="code-2") for r in measured]
     elsewhere = told(BF16, {"compiled": (replace(BF16, compile="whole"), 1.5)})
-    shown = study(budget, *other_code, *elsewhere)
+    race = [replace(r, experiment="search", set_id=f"s{r.set_id}") for r in measured]
+    shown = study(budget, *other_code, *elsewhere, *race)
     assert {by_title(shown, name).status for name in ("bf16", "compiled")} == {ranked.NOT_MEASURED}
     lost = told(CONFIG, {}, failures={"compiled": (COMPILED, "unsupported", "no C++ compiler")})
     failed = by_title(study(budget, *lost), "compiled")
