@@ -111,8 +111,8 @@ def about(shown: Study) -> question.Subject:
     return found
 
 
-def target(shown: Study, name: str) -> question.Target:
-    return next(t for t in question.targets(shown, about(shown)) if t.name.startswith(name))
+def target(shown: Study, name: str) -> dict[str, str]:
+    return next(row for row in question.targets(shown, about(shown)) if row["Target"].startswith(name))
 
 
 def records_of(planted: Planted) -> list[RunRecord]:
@@ -256,7 +256,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         (with_state(0.5, 95.0, None), "CPU utilisation", UNKNOWN, UNKNOWN),
     ):
         found = target(shown, name)
-        assert (found.status, found.now.startswith(now)) == (status, True), (name, found)
+        assert (found["Status"], found["Now"].startswith(now)) == (status, True), (name, found)
 
 
 def test_the_report_has_all_that_is_asked_for() -> None:

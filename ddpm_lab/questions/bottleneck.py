@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
@@ -18,6 +18,7 @@ from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.selection import Study, once, rank_zero
+from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import SEARCH, Experiment, Family, Question
@@ -263,8 +264,8 @@ def summary(study: Study) -> list[str]:
         kind = "First recommendation" if first.status == FASTER else "First to be measured"
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
         told[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
-    rows = [t for t in targets(study, about) if t.status != NO_TARGET]
-    told.append(f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met.")
+    statuses = [row["Status"] for row in targets(study, about) if row["Status"] != NO_TARGET]
+    told.append(f"{statuses.count(MET)} of {phrases.plural(len(statuses), 'target')} are met.")
     return [*told, *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
 
 
@@ -284,42 +285,32 @@ def verdict(about: Subject) -> str:
     return f"The step is limited by {what}: {told}."
 
 
-class Target(NamedTuple):
-    """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
-
-    name: str
-    target: str
-    now: str
-    status: str
-
-
-def targets(study: Study, about: Subject) -> list[Target]:
-    """The targets of the report and what is reached of each."""
-    line, low, high = about.taken.running, *TARGETS.memory
-    memory, of = _memory(about)
+def targets(study: Study, about: Subject) -> Table:
+    """The targets of the report and what is reached of each: met, missed, not measured, or no target on a CPU."""
+    line, cpu = about.taken.running, about.config.device == "cpu"
+    (low, high), (memory, of) = TARGETS.memory, _memory(about)
     first = next((a for a in considered(study) if a.status == FASTER), None)
     known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
-    settled = bool(known) and INCONCLUSIVE not in known
+    settled = MET if known and INCONCLUSIVE not in known else UNKNOWN
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
+    faster = phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster"
+    compute, io, busy = (bd.percent(share) for share in (TARGETS.compute, TARGETS.io, TARGETS.utilisation))
+    device = "CPU" if cpu else "GPU"
     held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
+    last = (f"time of {PROJECTED_IMAGES:,} images", faster, phrases.seconds(epoch), MISSED if first else settled)
     return [
-        _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
-        _target("I/O share", f"below {bd.percent(TARGETS.io)}", line.share(bd.IO), -1.0, TARGETS.io),
-        held._replace(status=NO_TARGET) if about.config.device == "cpu" else held,
-        _utilisation(about),
-        Target(
-            name=f"time of {PROJECTED_IMAGES:,} images",
-            target=phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster",
-            now=phrases.seconds(epoch),
-            status=MISSED if first else MET if settled else UNKNOWN,
-        ),
+        _target("compute share", f"above {compute}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
+        _target("I/O share", f"below {io}", line.share(bd.IO), -1.0, TARGETS.io),
+        held | ({"Status": NO_TARGET} if cpu else {}),
+        _target(f"{device} utilisation", f"above {busy}", _utilisation(about), TARGETS.utilisation, 1.01),
+        dict(zip(held, last, strict=True)),
     ]
 
 
-def _target(name: str, target: str, value: float, low: float, high: float) -> Target:
-    if math.isnan(value):
-        return Target(name, target, UNKNOWN, UNKNOWN)
-    return Target(name, target, bd.percent(value), MET if low < value < high else MISSED)
+def _target(name: str, wanted: str, value: float, low: float, high: float) -> dict[str, str]:
+    status = UNKNOWN if math.isnan(value) else MET if low < value < high else MISSED
+    now = UNKNOWN if math.isnan(value) else bd.percent(value)
+    return {"Target": name, "Wanted": wanted, "Now": now, "Status": status}
 
 
 def _memory(about: Subject) -> tuple[float, str]:
@@ -333,17 +324,15 @@ def _memory(about: Subject) -> tuple[float, str]:
     return (sum(p or 0 for p in peaks) / total if total and peaks and all(peaks) else math.nan), "the machine's"
 
 
-def _utilisation(about: Subject) -> Target:
+def _utilisation(about: Subject) -> float:
     """How busy the device was while the budget was taken; a CPU without its neighbours, where they took little."""
-    values, kind = (about.profile.profile or {})["budget"], "CPU" if about.config.device == "cpu" else "GPU"
-    taken = values.get("state", {}).get(f"{kind.lower()}_utilisation_percent")
+    values, kind = (about.profile.profile or {})["budget"], "cpu" if about.config.device == "cpu" else "gpu"
+    taken = values.get("state", {}).get(f"{kind}_utilisation_percent")
     share = math.nan if taken is None else taken / 100
-    if kind == "CPU":
-        cores, others = about.profile.environment.machine.usable_cores, values.get("others_cores")
-        disturbed = others is None or others > bd.DISTURBED * cores
-        share = math.nan if disturbed else max(share - others / cores, 0.0)
-    wanted = f"above {bd.percent(TARGETS.utilisation)}"
-    return _target(f"{kind} utilisation", wanted, share, TARGETS.utilisation, 1.01)
+    if kind == "gpu":
+        return share
+    cores, others = about.profile.environment.machine.usable_cores, values.get("others_cores")
+    return math.nan if others is None or others > bd.DISTURBED * cores else max(share - others / cores, 0.0)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -364,7 +353,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
     found, config = advice(study), about.config
-    met = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     return pages.markdown(
         "bottleneck.md.j2",
         study=study,
@@ -381,7 +369,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         pictures=[(alt, tables.Rendered(name)) for alt, name in pictures],
         ranked=tables.markdown(changes_table(found)),
         all_changes=findings.command_of_step(study, config),
-        targets=tables.markdown(met),
+        targets=tables.markdown(targets(study, about)),
         bands=TARGETS,
         budget=bd,
         phrases=phrases,
