@@ -230,19 +230,17 @@ def identity_trials(family: Family) -> tuple[Trial, ...]:
 
 
 def answer(study: Study) -> Answer:
-    """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
-    family = _family(study)
+    """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse.
+
+    Of the baseline that was measured last alone: another batch or network is another question.
+    """
+    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
+    mine = [r for r in comparisons(study) if r.baseline_id == latest]
+    family = [r for r in mine if r.role == "baseline"][:1] + [r for r in mine if r.role == "candidate"]
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown, views = speeds(study, found), (trained_view(study, [family]),)
     table = partial(loss_table, family, fid=bool(_fids(family)))
     return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
-
-
-def _family(study: Study) -> list[Comparison]:
-    """The baseline that was measured last, and its candidates: another batch or network is another question."""
-    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    mine = [r for r in comparisons(study) if r.baseline_id == latest]
-    return [r for r in mine if r.role == "baseline"][:1] + [r for r in mine if r.role == "candidate"]
 
 
 def _finding(study: Study, family: Sequence[Comparison]) -> Finding:

@@ -21,7 +21,7 @@ from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import answer as shared
 from ddpm_lab.explain import charts, findings, machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View
-from ddpm_lab.explain.charts import Figure, Panel, Row, bars, forest
+from ddpm_lab.explain.charts import Figure, Panel, bars, forest
 from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.selection import RECOMMENDATION, Study, once
@@ -261,11 +261,11 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
 
 def _nothing(study: Study) -> Finding:
     """Where no change has a speed: whether others disturbed every set, of a search those of its last family."""
-    last = _last_space(study)
-    late = replace(study, records=_measured_again(study, last) or study.records) if last else study
+    last = _last_search(study)
+    late = replace(study, records=last[1] or study.records) if last else study
     able = [c for c in comparisons(late) if (single(c) and c.experiment not in _BESIDE) or c.experiment in SEARCHED]
     if any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
-        way_out = _search_command(study, Space.from_dict(last.config, last.space or {})) if last else _again(study)
+        way_out = _search_command(study, last[0]) if last else _again(study)
         return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *machine_state.warnings(late), way_out=way_out)
     return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
 
@@ -358,31 +358,28 @@ class Recommendation:
         return self.steps[self.count]
 
 
-def _last_space(study: Study) -> RunRecord | None:
-    """Return what the last search could choose from, of the network and device that are ``_shown``."""
+def _last_search(study: Study) -> tuple[Space, tuple[RunRecord, ...]] | None:
+    """What the last search of what is ``_shown`` could choose from, and the sets that measured again what it found."""
     work = _shown(study)
     spaces = [r for r in _spaces(study) if _work(r.config) == work]
-    return max(spaces, key=lambda r: moment(r.date), default=None)
-
-
-def _measured_again(study: Study, space: RunRecord) -> tuple[RunRecord, ...]:
-    """Return the records of the sets that measured again what a search found."""
-    return tuple(r for r in study.records if _family_of(r) == _family_of(space) and r.role != "space")
+    if (last := max(spaces, key=lambda r: moment(r.date), default=None)) is None:
+        return None
+    again = (r for r in study.records if _family_of(r) == _family_of(last) and r.role != "space")
+    return Space.from_dict(last.config, last.space or {}), tuple(again)
 
 
 @once
 def recommendation(study: Study) -> Recommendation | None:
     """Return what the last search in a study of all experiments found; None without one that was measured again."""
-    if (last := _last_space(study)) is None:
+    if (last := _last_search(study)) is None:
         return None
-    space = Space.from_dict(last.config, last.space or {})
-    mine = _measured_again(study, last)
+    space, mine = last
     fresh, roles = replace(study, records=mine), ("baseline", "twin", "candidate")
     base, twin, rows = ([r for r in comparisons(fresh) if r.role == role and r.sets] for role in roles)
     if not (base and twin) or space.cells.get(space.start) != space.baseline:
         return None
-    searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
-    found = observations(searched, last.baseline_id)
+    searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == space.baseline.run_id]
+    found = observations(searched, space.baseline.run_id)
     trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
     unchanged = replace(base[0], equivalence=quality.Equivalence(verdict=quality.IDENTICAL))
     baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
@@ -514,9 +511,9 @@ def steps_figure(found: Recommendation) -> Figure:
     for i, (last, s) in enumerate(pairwise(found.steps), 1):
         used = i <= found.count or not found.count
         colour = shared.COLOURS.get(s.gain.verdict, charts.OPEN) if used else charts.OPEN
-        rows.append(_bar(f"+ {s.label}", s.row, last.row.ratio.value, colour))
+        rows.append(replace(shared.row(s.row, f"+ {s.label}"), start=last.row.ratio.value, colour=colour, dots=()))
     if found.count > 1:
-        rows.append(_bar("recommended", found.best.row, 1.0, charts.SOFT))
+        rows.append(replace(shared.row(found.best.row, "recommended"), start=1.0, colour=charts.SOFT, dots=()))
     judged = f" Quality of what is recommended: {found.best.row.quality}." if found.count else ""
     return bars(
         [Panel(rows=rows, reference=1)],
@@ -527,10 +524,6 @@ def steps_figure(found: Recommendation) -> Figure:
         "speed after, with its 95 % interval over sets. Blue: the change is faster; orange: slower; grey: no "
         f"difference found, or not recommended.{judged}",
     )
-
-
-def _bar(name: str, c: Comparison, start: float, colour: str) -> Row:
-    return replace(shared.row(c, name), start=start, colour=colour, dots=())
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
