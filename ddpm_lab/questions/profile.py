@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,63 +57,6 @@ AHEAD, BUSY = 0.05, 80.0
 DISTURBED = 0.1  # share of the cores above which other processes disturb a budget
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A rank's step: its wall time, the seconds of each phase by name in the order of a step, and of no phase.
-
-    The residual is below 0 where phases sum to more than the wall time.
-    """
-
-    step_seconds: float
-    phases: Mapping[str, float]
-    residual_seconds: float
-
-    @property
-    def residual_share(self) -> float:
-        return self.residual_seconds / self.step_seconds
-
-    def share(self, name: str) -> float:
-        """Share of the step of a phase, or of all phases of a class."""
-        return sum(s for phase, s in self.phases.items() if name in (phase, class_of(phase))) / self.step_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """The time budget of the slowest rank: the one whose own work takes longest, so that the others wait for it.
-
-    ``running`` is its step as training runs, ``waiting`` with each phase waited for, ``others`` are the other ranks as
-    training runs. ``beside`` are seconds per step that ran beside the phases, by name, with those of them beside
-    computing; ``ahead_seconds`` is how far the host is ahead of the device when a step begins (None on a CPU).
-    ``trace_difference`` is the largest difference of a phase's share from the profiler's trace, ``profiler_slowdown``
-    the profiled step's time over this one's; NaN where there is no trace.
-    """
-
-    rank: int
-    steps: int
-    on_device: bool
-    running: Line
-    waiting: Line
-    others: Mapping[int, Line]
-    beside: Mapping[str, tuple[float, float]]
-    ahead_seconds: float | None
-    busy_percent: float | None
-    disturbance: str
-    trace_difference: float
-    profiler_slowdown: float
-
-    @property
-    def explained(self) -> bool:
-        """Whether the phases account for the step."""
-        return abs(self.running.residual_share) <= UNEXPLAINED
-
-    @property
-    def waits_for_host(self) -> bool:
-        """Whether the GPU has less to do than the host that launches its kernels, and neither waits for data."""
-        if self.ahead_seconds is None or self.busy_percent is None or self.running.share("data") >= TARGETS.io:
-            return False
-        return self.ahead_seconds < AHEAD * self.running.step_seconds and self.busy_percent < BUSY
-
-
 def class_of(phase: str) -> str:
     return CLASSES.get(phase, OTHER)
 
@@ -138,48 +81,78 @@ class TARGETS:
     compute, io, memory, utilisation = 0.80, 0.15, (0.30, 0.60), 0.80
 
 
-def _line(window: Mapping[str, Any]) -> Line:
-    return Line(float(window["step_seconds"]), _ordered(window["phases"]), float(window["residual_seconds"]))
+class Line:
+    """A rank's step: its wall time, the seconds of each phase by name in the order of a step, and of no phase.
+
+    The residual is below 0 where phases sum to more than the wall time.
+    """
+
+    def __init__(self, window: Mapping[str, Any]) -> None:
+        self.step_seconds, self.residual_seconds = float(window["step_seconds"]), float(window["residual_seconds"])
+        self.phases = _ordered(window["phases"])
+
+    @property
+    def residual_share(self) -> float:
+        return self.residual_seconds / self.step_seconds
+
+    def share(self, name: str) -> float:
+        """Share of the step of a phase, or of all phases of a class."""
+        return sum(s for phase, s in self.phases.items() if name in (phase, class_of(phase))) / self.step_seconds
+
+
+class Budget:
+    """The time budget of the slowest rank: the one whose own work takes longest, so that the others wait for it.
+
+    ``running`` is its step as training runs, ``waiting`` with each phase waited for, ``others`` are the other ranks as
+    training runs. ``beside`` are seconds per step that ran beside the phases, by name, with those of them beside
+    computing; ``ahead_seconds`` is how far the host is ahead of the device when a step begins (None on a CPU).
+    ``trace_difference`` is the largest difference of a phase's share from the profiler's trace, ``profiler_slowdown``
+    the profiled step's time over this one's; NaN where there is no trace.
+    """
+
+    def __init__(self, values: Mapping[str, Any], usable_cores: int) -> None:
+        lines = [Line(rank["unsynchronised"]) for rank in values["ranks"]]
+        own = [line.step_seconds - line.phases.get("communication", 0.0) for line in lines]
+        self.rank = own.index(max(own))
+        slowest, self.steps = values["ranks"][self.rank], int(values["steps"])
+        window = slowest["unsynchronised"]
+        self.on_device = "host_phases" in window
+        self.running, self.waiting = lines[self.rank], Line(slowest["synchronised"])
+        self.others = {rank: line for rank, line in enumerate(lines) if rank != self.rank}
+        self.beside = {name: (s["seconds"], s["overlapped_seconds"]) for name, s in window["spans"].items()}
+        if (helpers := window.get("helpers_cpu_seconds", 0.0)) > 0:
+            self.beside[WORKERS] = (helpers, helpers)
+        self.ahead_seconds: float | None = window.get("host_ahead_seconds")
+        self.busy_percent: float | None = (values.get("state") or {}).get("gpu_utilisation_percent")
+        self.disturbance = _disturbance(values.get("others_cores"), usable_cores)
+        self.trace_difference, self.profiler_slowdown = _check(window, slowest.get("profiled"))
+
+    @property
+    def explained(self) -> bool:
+        """Whether the phases account for the step."""
+        return abs(self.running.residual_share) <= UNEXPLAINED
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU has less to do than the host that launches its kernels, and neither waits for data."""
+        if self.ahead_seconds is None or self.busy_percent is None or self.running.share("data") >= TARGETS.io:
+            return False
+        return self.ahead_seconds < AHEAD * self.running.step_seconds and self.busy_percent < BUSY
 
 
 def budget(record: RunRecord) -> Budget | None:
     """The time budget that a profile record holds, or None."""
     values = (record.profile or {}).get("budget")
-    if not values or not values["ranks"]:
-        return None
-    windows = [rank["unsynchronised"] for rank in values["ranks"]]
-    lines = [_line(window) for window in windows]
-    own = [line.step_seconds - line.phases.get("communication", 0.0) for line in lines]
-    rank = own.index(max(own))
-    window = windows[rank]
-    beside = {name: (s["seconds"], s["overlapped_seconds"]) for name, s in window["spans"].items()}
-    if (helpers := window.get("helpers_cpu_seconds", 0.0)) > 0:
-        beside[WORKERS] = (helpers, helpers)
-    difference, slowdown = _check(window, values["ranks"][rank].get("profiled"))
-    return Budget(
-        rank=rank,
-        steps=int(values["steps"]),
-        on_device="host_phases" in window,
-        running=lines[rank],
-        waiting=_line(values["ranks"][rank]["synchronised"]),
-        others={r: line for r, line in enumerate(lines) if r != rank},
-        beside=beside,
-        ahead_seconds=window.get("host_ahead_seconds"),
-        busy_percent=(values.get("state") or {}).get("gpu_utilisation_percent"),
-        disturbance=_disturbance(values.get("others_cores"), record.machine.usable_cores),
-        trace_difference=difference,
-        profiler_slowdown=slowdown,
-    )
+    return Budget(values, record.machine.usable_cores) if values and values["ranks"] else None
 
 
 def _disturbance(others_cores: float | None, usable_cores: int) -> str:
     """A sentence if others took more than a turn of a set may lose, or if nobody knows what they took."""
     if others_cores is None:
         return "What other processes took is unknown here"
-    if others_cores <= DISTURBED * usable_cores:
-        return ""
     cores = phrases.plural(usable_cores, "core")
-    return f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
+    told = f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
+    return told if others_cores > DISTURBED * usable_cores else ""
 
 
 def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:
@@ -196,8 +169,7 @@ def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tup
     both = [name for name in ours if name in theirs]
     a, b = (sum(phases[name] for name in both) for phases in (ours, theirs))
     shares = [abs(ours[name] / a - theirs[name] / b) for name in both] if a and b else []
-    difference = max(shares, default=math.nan)
-    return difference, float(profiled["step_seconds"]) / float(window["step_seconds"])
+    return max(shares, default=math.nan), float(profiled["step_seconds"]) / float(window["step_seconds"])
 
 
 def percent(share: float) -> str:
@@ -241,16 +213,11 @@ def evidence(found: Budget) -> str:
         f"Beside the phases: {phrases.joined(beside)}" if beside else "",
     ]
     if found.waits_for_host:
-        parts.append(
-            f"The GPU was busy {found.busy_percent:.0f} % of the time: fewer launches an image feed it better, "
-            "by a larger batch, torch.compile or CUDA graphs"
-        )
+        told = f"The GPU was busy {found.busy_percent:.0f} % of the time: fewer launches an image feed it better"
+        parts.append(f"{told}, by a larger batch, torch.compile or CUDA graphs")
     if not math.isnan(found.trace_difference):
-        within = max(0.1, 100 * found.trace_difference)
-        parts.append(
-            f"The profiler's trace gives the same shares within {within:.1f} points, at {found.profiler_slowdown:.2f} "
-            "times the step time"
-        )
+        told = f"The profiler's trace gives the same shares within {max(0.1, 100 * found.trace_difference):.1f} points"
+        parts.append(f"{told}, at {found.profiler_slowdown:.2f} times the step time")
     return ". ".join(filter(None, (*parts, found.disturbance)))
 
 
@@ -286,7 +253,7 @@ def unseen(record: RunRecord) -> str:
 
 
 class Operator(NamedTuple):
-    """Calls and exclusive seconds of an operator in a profile, and its share of all seconds."""
+    """Calls and exclusive seconds of an operator in a profiled step, and its share of all seconds."""
 
     name: str
     calls: float
@@ -300,15 +267,17 @@ def operators(record: RunRecord) -> list[Operator]:
     Exclusive time leaves out what an operator spends in others that it calls, so the seconds add up. It is device time
     where the profile holds any, else CPU time.
     """
-    field = "self_device_seconds" if on_device(record) else "self_cpu_seconds"
-    rows = [
-        (op["name"], int(op["calls"]), float(op.get(field) or 0.0))
-        for op in (record.profile or {}).get("operators", ())
-        if not op["name"].startswith("ProfilerStep")  # a range around operators: the Python code between them
-    ]
-    total = sum(seconds for *_, seconds in rows)
-    found = (Operator(name, n, time, time / total) for name, n, time in rows if time > 0)
+    field, steps = "self_device_seconds" if on_device(record) else "self_cpu_seconds", _steps(record)
+    every = (record.profile or {}).get("operators", ())
+    # ProfilerStep is a range around operators: the Python code between them.
+    timed = [(op, float(op.get(field) or 0.0)) for op in every if not op["name"].startswith("ProfilerStep")]
+    total = sum(seconds for _, seconds in timed)
+    found = [Operator(op["name"], op["calls"] / steps, s / steps, s / total) for op, s in timed if s > 0]
     return sorted(found, key=lambda op: (-op.seconds, op.name))
+
+
+def _steps(record: RunRecord) -> int:
+    return max(1, int((record.profile or {}).get("steps", 1)))
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
@@ -322,10 +291,8 @@ def answer(study: Study) -> Answer:
     """Show the time budget of the latest profile, and its operators."""
     latest = next(((r, b) for r in reversed(study.records) if r.status == "ok" and (b := budget(r))), None)
     if latest is None:
-        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
-        if failed is None:
-            found = compared(replace(study, records=()))
-        else:
+        found = compared(replace(study, records=()))
+        if failed := next((r for r in reversed(study.records) if r.status != "ok"), None):
             why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
             found = plain(study, "The profile failed", FAILED, why)
         message = partial(charts.message, found.headline, phrases.context(study), found.claim)
@@ -337,36 +304,31 @@ def answer(study: Study) -> Answer:
     told = {"evidence": f"{evidence(taken)}.", "verdict": verdict}
     found = plain(study, headline(taken), status, mechanism, unseen(record), **told)
     drawn = partial(_operators_figure, f"{context}{charts.SEPARATOR}{record.family}", record)
-    views: tuple[View, ...] = (
+    views = (
         View("Operators of profiled steps, each second counted once.", "operators", drawn),
         View("The operators in numbers.", table=partial(operators_table, record)),
     )
-    where = charts.SEPARATOR.join([context, record.label, phrases.plural(taken.steps, "step")])
-    where += f"{charts.SEPARATOR}{MECHANISM_ONLY}" * record.mechanism_only
-    figure = partial(_budget_figure, taken, where)
-    views = views if operators(record) else ()
-    return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=views)
+    where = [context, record.label, phrases.plural(taken.steps, "step"), *[MECHANISM_ONLY] * record.mechanism_only]
+    figure = partial(_budget_figure, taken, charts.SEPARATOR.join(where))
+    shown = views if operators(record) else ()
+    return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=shown)
 
 
 def operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
-    steps, found = _steps(record), operators(record)
+    found = operators(record)
     if rest := found[_TOP:]:
         calls, seconds, share = (sum(column) for column in zip(*(op[1:] for op in rest), strict=True))
         found = [*found[:_TOP], Operator(phrases.plural(len(rest), "other operator"), calls, seconds, share)]
     return [
         {
             "Operator": op.name,
-            "Calls per step": f"{op.calls / steps:,.0f}",
-            "Exclusive time per step, under the profiler": phrases.seconds(op.seconds / steps),
+            "Calls per step": f"{op.calls:,.0f}",
+            "Exclusive time per step, under the profiler": phrases.seconds(op.seconds),
             "Share": f"{100 * op.share:.1f} %",
         }
         for op in found
     ]
-
-
-def _steps(record: RunRecord) -> int:
-    return max(1, int((record.profile or {}).get("steps", 1)))
 
 
 def _budget_figure(found: Budget, context: str) -> Figure:
@@ -405,15 +367,15 @@ def _panel(heading: str, line: Line) -> Panel:
 
 
 def _operators_figure(context: str, record: RunRecord) -> Figure:
-    steps, rows = _steps(record), []
+    rows = []
     for op in operators(record)[:_TOP]:
-        text = f"{100 * op.share:.1f} %, {phrases.plural(charts.number(op.calls / steps), 'call')} a step"
+        text = f"{100 * op.share:.1f} %, {phrases.plural(charts.number(op.calls), 'call')} a step"
         rows.append(Row(name=_short(op.name), value=100 * op.share, colour=charts.SERIES[0], text=text))
     kind = "device" if on_device(record) else "CPU"
     return bars(
         [Panel(rows=rows)],
         title="The operators that take most of a training step",
-        context=f"{context}{charts.SEPARATOR}{phrases.plural(steps, 'profiled step')}",
+        context=f"{context}{charts.SEPARATOR}{phrases.plural(_steps(record), 'profiled step')}",
         label="share of all operator time, %",
         note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
         f"profiler slows a step down: shares are shown, not speeds. {unseen(record)}".strip(),
