@@ -10,7 +10,7 @@ import math
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Question, Trial, scaling
 from ddpm_lab.questions import torch_compile
-from ddpm_lab.record import crowded
+from ddpm_lab.record import crowded_sets
 from ddpm_lab.training.setting import Batch, Setup
 
 QUESTION = Question(title="Which published claims hold here?", file="09_claims", long=True)
@@ -73,8 +73,7 @@ def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = 
     ways = (*_WAYS, *(_CUDA_WAYS if cuda else _CPU_WAYS if setup.usable_cores > 1 else ()))
     wrong = []
     for seed in range(setup.seed, setup.seed + count):
-        each = (("fp32", base, ways), (narrow, rows[0][1], _PAIRED), (large, larger, ("bars",)))
-        for label, config, mine in each:
+        for label, config, mine in (("fp32", base, ways), (narrow, rows[0][1], _PAIRED), (large, larger, ("bars",))):
             options = (("ways", " ".join(mine)), ("bar_images", BAR_STEPS * batch))
             run = replace(config, purpose="check", workload=WORKLOAD, seed=seed, options=options)
             wrong.append(Trial(family=name, label=label, baseline=base, config=run))
@@ -97,8 +96,8 @@ def answer(study: Study) -> Answer:
         shown = replace(shown, finding=plain(study, headline, ANSWERED, told, *machine_state.warnings(study), **known))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
     often = "One pair of settings, compared in the ways of most benchmarks, and in sets."
-    once_timed = View(caption=often, name="once", figure=lambda: pair_figure(study))
-    views, figure = (once_timed, View(caption=wrong, table=lambda: fault_table(study))), shown.figure
+    views = (View(often, "once", lambda: pair_figure(study)), View(wrong, table=lambda: fault_table(study)))
+    figure = shown.figure
     return replace(shown, figure=lambda: fault_figure(study) or figure(), table=lambda: table(study), views=views)
 
 
@@ -175,48 +174,36 @@ class Records:
             for name in {r.experiment for r in every}
         }
         last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", "wrong")), "")
-        mine = (r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last))
-        self._wrong = {(r.label, r.config.seed): r for r in sorted(mine, key=lambda r: r.config.seed)}
+        wrong = [r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last)]
+        self.ways: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
+        latest = {(r.label, r.config.seed): r for r in sorted(wrong, key=lambda r: r.config.seed)}
+        for (label, seed), r in latest.items():
+            begun = {"begun": r.stages.get("start", 0.0) + r.stages.get("build", 0.0)}
+            for way, told in (r.profile or {}).get("wrong_ways", {}).items():
+                if isinstance(told, dict) and [] not in told.values():
+                    self.ways[way, label][seed] = told | begun
         rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
         self.own = {row.label: row for row in rows if row.role == "candidate"}
         self.narrow = self.own.get("bf16") or self.own.get("fp16")
         self.step = self.step_of(next((row for row in rows if row.role == "baseline"), None))
 
-    def runs(self, way: str, label: str = "fp32") -> dict[int, Any]:
-        """What each repeat of a wrong way answered, by seed."""
-        mine = [r for r in self._wrong.values() if r.label == label]
-        told = ((r.config.seed, (r.profile or {}).get("wrong_ways", {})) for r in mine)
-        found = {seed: ways[way] for seed, ways in told if way in ways}
-        return {seed: answer for seed, answer in found.items() if [] not in answer.values()}
-
-    def timed(self, way: str) -> list[float]:
-        """Seconds of a step in each repeat of a wrong way."""
-        return [answer["seconds"] / answer["steps"] for answer in self.runs(way).values()]
-
-    def starts(self, label: str = "fp32") -> dict[int, float]:
-        """Seconds of a step, from the start of its process, in each repeat of the first steps of one, by seed."""
-        found = {seed: a["step_seconds"] for seed, a in self.runs("fresh", label).items()}
-        stages = {seed: self._wrong[label, seed].stages for seed in found}
-        begun = {seed: stage.get("start", 0.0) + stage.get("build", 0.0) for seed, stage in stages.items()}
-        return {seed: (begun[seed] + sum(steps)) / len(steps) for seed, steps in found.items()}
+    def each(self, way: str, value: Callable[[Any], float], label: str = "fp32") -> dict[int, float]:
+        """A ``value`` of what each repeat of a wrong way answered, by seed."""
+        return {seed: value(told) for seed, told in self.ways[way, label].items()}
 
     def faster(self, way: str, label: str, seconds: Callable[[Any], float] = itemgetter("seconds")) -> list[float]:
-        """How many times as fast as fp32 a configuration looks in each repeat of a wrong way."""
-        return _quotients(*({seed: seconds(a) for seed, a in self.runs(way, x).items()} for x in ("fp32", label)))
+        """How many times as fast as fp32 a configuration looks in each repeat of a wrong way that both have."""
+        base, other = (self.each(way, seconds, x) for x in ("fp32", label))
+        return [base[seed] / other[seed] for seed in base.keys() & other.keys() if other[seed]]
 
     def step_of(self, row: Comparison | None) -> Interval:
         """Seconds of a step in the sets that count, with the interval that their spread gives; NaN without any."""
         if row is None:
             return Interval(value=math.nan)
         members = [r for r in self.study.records if r.baseline_id == row.baseline_id and r.role in COMPARED]
-        mine = [r for r in members if (r.role, r.run_id) == (row.role, row.run_id) and r.windows]
-        quiet = [r for r in mine if not crowded([m for m in members if m.set_id == r.set_id])]
-        return _mean([row.batch * statistics.median(w.seconds_per_image for w in r.windows) for r in quiet])
-
-
-def _quotients(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Seconds of one side over those of the other, of each repeat that both have."""
-    return [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys() if theirs[seed]]
+        lost, mine = crowded_sets(members), (row.role, row.run_id)
+        quiet = [r for r in members if (r.role, r.run_id) == mine and r.windows and r.set_id not in lost]
+        return _mean(row.batch * statistics.median(w.seconds_per_image for w in r.windows) for r in quiet)
 
 
 def _mean(values: Iterable[float]) -> Interval:
@@ -224,7 +211,7 @@ def _mean(values: Iterable[float]) -> Interval:
     return stats.estimate(np.log([v for v in values if v > 0]))
 
 
-def _against(wrong: Sequence[float], right: Interval, *, times: int = 1) -> Reading:
+def _against(wrong: Iterable[float], right: Interval, *, times: int = 1) -> Reading:
     """A number of each repeat beside one of the sets, both ``times`` as long; a single repeat has no interval."""
     read, ends = _mean(wrong), (math.nan, math.nan)
     if read.exists and not math.isnan(right.value):
@@ -239,57 +226,68 @@ def _pairs(pairs: Sequence[tuple[float, float]]) -> Reading:
     return Reading(_mean(a / b for a, b in pairs), wrong, right)
 
 
+def _from_start(told: Any) -> float:
+    """Seconds of a step, from the start of its process."""
+    return float(told["begun"] + sum(told["step_seconds"])) / len(told["step_seconds"])
+
+
+def _of_step(told: Any) -> float:
+    return float(told["seconds"] / told["steps"])
+
+
+_STEPS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "multiplied": ("fresh", _from_start),
+    "cold": ("fresh", lambda told: statistics.fmean(told["step_seconds"])),
+    "profiler": ("profiled", _of_step),
+    "unsynchronised": ("unsynchronised", _of_step),
+    "loss_read": ("loss_read", _of_step),
+    "phase_sums": ("phases_waited_for", lambda told: sum(told["phases"].values()) / told["steps"]),
+}
+"""Faults that call another time than the sets' that of a step: the wrong way, and the time in what it answers."""
+
+
 @once
 def readings(study: Study) -> dict[str, Reading]:
     """What each fault reads on the machine of the records, by its key, as far as it was measured."""
-    records = Records(study)
-    found = _times_of_steps(records) | _other_numbers(records)
-    return {key: read for key, read in found.items() if not math.isnan(read.ratio.value)}
-
-
-def _times_of_steps(found: Records) -> dict[str, Reading]:
-    """Faults that call another time than the sets' that of a step."""
+    found = Records(study)
     read = {
-        "multiplied": _against(list(found.starts().values()), found.step, times=DRAWN),
-        "cold": _against([statistics.fmean(a["step_seconds"]) for a in found.runs("fresh").values()], found.step),
-        "profiler": _against(found.timed("profiled"), found.step),
-        "unsynchronised": _against(found.timed("unsynchronised"), found.step),
-        "loss_read": _against(found.timed("loss_read"), found.step),
+        key: _against(found.each(way, value).values(), found.step, times=DRAWN if key == "multiplied" else 1)
+        for key, (way, value) in _STEPS.items()
     }
-    waited_for = [sum(a["phases"].values()) / a["steps"] for a in found.runs("phases_waited_for").values()]
-    read["phase_sums"] = _against(waited_for, found.step)
     if compiled := found.own.get("compiled"):
-        runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
-        whole = [r for r in runs if {"compile", "warmup"} <= r.stages.keys() and r.warmup_steps]
-        wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in whole]
-        read["compiling"] = _against(wrong, found.step_of(compiled))
-    return read
+        cold = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", compiled.run_id)]
+        whole = [r for r in cold if {"compile", "warmup"} <= r.stages.keys() and r.warmup_steps]
+        seconds = ((r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in whole)
+        read["compiling"] = _against(seconds, found.step_of(compiled))
+    read |= _other_numbers(found)
+    return {key: reading for key, reading in read.items() if not math.isnan(reading.ratio.value)}
 
 
 def _other_numbers(found: Records) -> dict[str, Reading]:
     """Faults whose numbers are ratios, shares or widths of intervals, and a phase that is called by another name."""
-    read, bars, runs = dict[str, Reading](), found.timed("bars"), found.runs("runs").values()
+    read, runs = dict[str, Reading](), [told["seconds"] for told in found.ways["runs", "fp32"].values()]
     if larger := next((row for label, row in found.own.items() if label.startswith("batch ")), None):
         read["unequal"] = _against(found.faster("bars", larger.label), larger.ratio)
-    if len(bars) > 1:
+    if len(bars := found.each("bars", _of_step).values()) > 1:
         read["single"] = Reading(Interval(value=max(bars) / min(bars)), max(bars) / min(bars), 1)
-    halves = [sum(a["seconds"][::2]) / sum(a["seconds"][1::2]) for a in runs if len(a["seconds"]) > 1]
+    halves = [sum(seconds[::2]) / sum(seconds[1::2]) for seconds in runs if len(seconds) > 1]
     two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
     read["label"] = _against(halves, two) if two else Reading(_mean(halves), _mean(halves).value, math.nan)
-    backward = [a["phases"].get("backward", 0.0) / a["steps"] for a in found.runs("phases").values()]
+    backward = found.each("phases", lambda told: told["phases"].get("backward", 0.0) / told["steps"]).values()
     if any(backward):
         read["gradient"] = Reading(Interval(value=math.inf), _mean(backward).value, 0)
     shares = []
-    for a in found.runs("phases_waited_for" if found.cuda else "one_thread").values():
-        compute = sum(a["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
-        busy = a.get("gpu_utilisation_percent") if found.cuda else 100 * a["cpu_seconds"] / a["seconds"] / found.cores
-        shares += [(100 * compute / a["seconds"], busy)] if busy else []
+    for told in found.ways["phases_waited_for" if found.cuda else "one_thread", "fp32"].values():
+        compute = sum(told["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
+        used = told.get("gpu_utilisation_percent") if found.cuda else 100 * told["cpu_seconds"] / told["seconds"]
+        busy = used if found.cuda else used / found.cores
+        shares += [(100 * compute / told["seconds"], busy)] if busy else []
     read["share"] = _pairs(shares)
-    nested = found.runs("profiled").values()
-    read["nested"] = _pairs([(a["inclusive_seconds"], a["exclusive_seconds"]) for a in nested])
-    ends = [np.percentile(a["seconds"], (2.5, 97.5)) for a in runs]
+    nested = found.ways["profiled", "fp32"].values()
+    read["nested"] = _pairs([(told["inclusive_seconds"], told["exclusive_seconds"]) for told in nested])
+    widths = [_half_width(*np.percentile(seconds, (2.5, 97.5))) for seconds in runs]
     width = _half_width(found.step.low, found.step.high)
-    read["percentiles"] = _against([_half_width(*end) for end in ends], Interval(value=width or math.nan))
+    read["percentiles"] = _against(widths, Interval(value=width or math.nan))
     return read
 
 
@@ -303,9 +301,8 @@ def fault_table(study: Study) -> Table:
     found, rows, columns = readings(study), [], ("Fault", "Seen in", "Done wrong", "Here", "Done right")
     for key, fault in FAULTS.items():
         on_cpu = "needs a GPU: on a CPU the call that computes is the call that waits"
-        here = on_cpu if fault.gpu else "not measured here"
-        if read := found.get(key):
-            here = "; ".join(fault.said(read))
+        missing = on_cpu if fault.gpu else "not measured here"
+        here = "; ".join(fault.said(found[key])) if key in found else missing
         rows.append(dict(zip(columns, (fault.name, fault.seen_in, fault.wrong, here, fault.right), strict=True)))
     return rows
 
@@ -332,6 +329,7 @@ def fault_figure(study: Study) -> Figure | None:
 
 
 _TIMED_ONCE: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+    ("six steps of each, process included", "fresh", _from_start),
     ("the first step of each", "fresh", lambda a: a["step_seconds"][0]),
     ("six steps of each, nothing warm", "fresh", lambda a: sum(a["step_seconds"])),
     ("six warm steps of each", "bars", itemgetter("seconds")),
@@ -347,22 +345,20 @@ def pair_figure(study: Study) -> Figure | None:
     found = Records(study)
     if (pair := found.narrow) is None or not pair.answered:
         return None
-    read = {"six steps of each, process included": _quotients(found.starts(), found.starts(pair.label))}
-    read |= {name: found.faster(way, pair.label, seconds) for name, way, seconds in _TIMED_ONCE}
-    rows = [
-        Row(name=name, value=_mean(dots).value, dots=dots, text=" to ".join(map(phrases.significant, (low, high))))
-        for name, dots in read.items()
-        if len(dots) > 1 and (low := min(dots)) and (high := max(dots))
-    ]
+    read = {name: found.faster(way, pair.label, seconds) for name, way, seconds in _TIMED_ONCE}
+
+    def ends(dots: Sequence[float], digits: int = 3) -> str:
+        return " to ".join(phrases.significant(end(dots), digits) for end in (min, max))
+
+    rows = [Row(name=n, value=_mean(d).value, dots=d, text=ends(d)) for n, d in read.items() if len(d) > 1]
     if not rows:
         return None
-    every = sorted(v for row in rows for v in row.dots)
+    every = ends([dot for row in rows for dot in row.dots], 2)
     mine = tuple(r for r in study.records if r.config.global_batch_size == pair.batch)
-    ends = " to ".join(phrases.significant(value, 2) for value in (every[0], every[-1]))
     rows.append(drawn(pair, "in turns: a dot for each set"))
     return forest(
         [Panel(rows=rows, reference=pair.ratio.value)],
-        title=f"One timing says {pair.label} is {ends} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
+        title=f"One timing says {pair.label} is {every} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
         context=phrases.context(replace(study, records=mine)),
         note=f"A small dot is one timing, in fresh processes, {max(len(row.dots) for row in rows[:-1])} of each way; "
         "at the right the least and the most. Large dots: geometric means. Last row: this lab's ratio, 95 % interval.",
@@ -414,6 +410,13 @@ class Judged(NamedTuple):
     why: str
 
 
+@once
+def judged(study: Study) -> list[tuple[Claim, Judged]]:
+    """Every published claim with its verdict on the machine of the records."""
+    records = Records(study)
+    return [(claim, _JUDGES[claim.judge](claim, records) or _undecided(claim, records)) for claim in CLAIMS]
+
+
 def _rows(claim: Claim, records: Records) -> list[Comparison]:
     """Comparisons with a speed of the questions that a claim is about, in their order."""
     studies = [records.studies[name] for name in claim.questions if name in records.studies]
@@ -421,47 +424,39 @@ def _rows(claim: Claim, records: Records) -> list[Comparison]:
     return sorted(found, key=lambda r: bool(claim.scaling) and scaling(r.family) != claim.scaling)
 
 
-@once
-def judged(study: Study) -> list[tuple[Claim, Judged]]:
-    """Every published claim with its verdict on the machine of the records."""
-    records = Records(study)
-    return [(claim, _JUDGES[claim.judge](claim, records)) for claim in CLAIMS]
+def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
+    """The first comparison for each of the values that a claim is about, if it was measured."""
+    found: dict[object, Comparison] = {}
+    for r in _rows(claim, records):
+        value, changed = getattr(r.config, claim.setting), r.config.differences(r.baseline).keys()
+        there = r.config.nodes == claim.nodes and claim.device in ("", r.config.device)
+        alone = claim.setting == "world_size" or (r.ranks == 1 and changed == {claim.setting})
+        if there and alone and claim.baseline in (None, getattr(r.baseline, claim.setting)) and value in claim.values:
+            found.setdefault(value, r)
+    return {value: found[value] for value in claim.values if value in found}
 
 
 def _said(row: Comparison) -> str:
     """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
-    grown = row.batch != row.baseline.global_batch_size
+    grown, of = row.batch != row.baseline.global_batch_size, row.experiment
     base = row.baseline_label
     if grown and row.ranks == row.baseline.world_size:
         base = f"batch {row.baseline.global_batch_size}"
-    said = f"{row.label} {phrases.times(row.ratio)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
-    number, own = _NOTEBOOKS.get(row.experiment), "this notebook" if row.experiment == "claims" else row.experiment
     weak = ", weak scaling" * (grown and row.ranks > row.baseline.world_size)
-    return f"{said}{weak}, {f'notebook {number}' if number else own}"
+    source = "this notebook" if of == "claims" else f"notebook {_NOTEBOOKS[of]}" if of in _NOTEBOOKS else of
+    sets = phrases.plural(row.sets, "set")
+    return f"{row.label} {phrases.times(row.ratio)} times as fast as {base}, {sets}{weak}, {source}"
 
 
-def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
-    """The first comparison for each of the values that a claim is about, if it was measured."""
-
-    def fits(r: Comparison, value: object) -> bool:
-        changed, ranks = r.config.differences(r.baseline).keys(), claim.setting == "world_size"
-        there = r.config.nodes == claim.nodes and claim.device in ("", r.config.device)
-        alone = ranks or (r.ranks == 1 and changed == {claim.setting})
-        from_there = claim.baseline in (None, getattr(r.baseline, claim.setting))
-        return there and alone and from_there and getattr(r.config, claim.setting) == value
-
-    rows = _rows(claim, records)
-    found = {value: next((r for r in rows if fits(r, value)), None) for value in claim.values}
-    return {value: row for value, row in found.items() if row is not None}
-
-
-def _undecided(claim: Claim, records: Records, here: str = "") -> Judged:
+def _undecided(claim: Claim, records: Records) -> Judged:
     """Not testable where GPUs are missing, else not measured; with the comparisons that come nearest."""
     rows: dict[str, Comparison] = {}
     for row in _rows(claim, records):
         if claim.setting in row.config.differences(row.baseline):
             rows.setdefault(row.label, row)
-    here = here or "; ".join(map(_said, list(rows.values())[:4])) or phrases.DASH
+    here = "; ".join(map(_said, [*rows.values()][:4])) or phrases.DASH
+    if read := readings(records.study).get(claim.fault):
+        here = FAULTS[claim.fault].said(read)[1]
     question = claim.questions[0] if claim.questions else "claims"
     command = claim.command or f"ddpm-lab run {question} --preset full{' --data DATA' * (question == 'quality')}"
     by_none = claim.judge == "untestable"
@@ -472,32 +467,33 @@ def _undecided(claim: Claim, records: Records, here: str = "") -> Judged:
     return Judged(UNTESTABLE, here, f"needs {need}, the machine has {records.gpus or 'none'}; there {command}")
 
 
-def _near(claim: Claim, records: Records) -> Judged:
+# Each judge gives None where nothing decides.
+
+
+def _near(claim: Claim, records: Records) -> Judged | None:
     """Whether measured numbers meet the published ones: of ratios their intervals decide."""
-    if not claim.questions and (counted := records.runs("counted")):
-        count, (low, high) = [*counted.values()][-1]["parameters"] / 1e6, claim.between[0]
+    if not claim.questions and (counted := records.each("counted", itemgetter("parameters"))):
+        count, (low, high) = [*counted.values()][-1] / 1e6, claim.between[0]
         verdict = CONFIRMED if low <= count <= high else REFUTED
         return Judged(verdict, f"{count:.1f} M, counted on the network itself", f"accepted: {low} M to {high} M")
-    rows = _asked(claim, records)
-    if not rows:
-        return _undecided(claim, records)
-    verdicts, why = [], []
-    for value, (low, high) in zip(claim.values, claim.between, strict=True):
-        if (row := rows.get(value)) is not None:
-            meets = row.ratio.low <= high and row.ratio.high >= low
-            verdicts.append((CONFIRMED if meets else REFUTED) if row.answered else stats.INCONCLUSIVE)
-            accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
-            why.append(f"{row.label}: {accepted if row.answered else phrases.outcome(row)}")
-    worst = next(v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts)
+    rows, verdicts, why = _asked(claim, records), [], []
+    ends = dict(zip(claim.values, claim.between, strict=False))
+    for value, row in rows.items():
+        low, high = ends[value]
+        meets = row.ratio.low <= high and row.ratio.high >= low
+        verdicts.append((CONFIRMED if meets else REFUTED) if row.answered else stats.INCONCLUSIVE)
+        accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
+        why.append(f"{row.label}: {accepted if row.answered else phrases.outcome(row)}")
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
-    return Judged(worst, here, "; ".join(why))
+    worst = next((v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts), None)
+    return Judged(worst, here, "; ".join(why)) if worst else None
 
 
-def _faster(claim: Claim, records: Records) -> Judged:
+def _faster(claim: Claim, records: Records) -> Judged | None:
     """Whether a comparison is called what a claim expects, whatever number it came with."""
     row = next(iter(_asked(claim, records).values()), None)
     if row is None:
-        return _undecided(claim, records)
+        return None
     if not row.answered or (claim.expects == stats.SLOWER and not row.resolved):
         return Judged(stats.INCONCLUSIVE, _said(row), phrases.outcome(row))
     why = f"it is called {row.verdict}"
@@ -506,7 +502,7 @@ def _faster(claim: Claim, records: Records) -> Judged:
         if row.verdict == stats.SLOWER and row.config.device == "cpu":
             return _undecided(replace(claim, gpus=1), records)
         if row.verdict == stats.FASTER and math.isnan(steps.value):
-            return _undecided(claim, records)
+            return None
         why = f"compiling takes {phrases.seconds(cost.value)} and pays off {torch_compile.pays_off(steps, row)}"
     others = _rows(claim, records) if claim.best else ()
     better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
@@ -514,14 +510,14 @@ def _faster(claim: Claim, records: Records) -> Judged:
     return Judged(CONFIRMED if holds else REFUTED, _said(row), f"{better[0]} is faster" if better else why)
 
 
-def _equivalent(claim: Claim, records: Records) -> Judged:
+def _equivalent(claim: Claim, records: Records) -> Judged | None:
     """Whether configurations learn as well as their baseline, by trials over seeds, or two numbers are one."""
     if claim.fault:
         return _same_number(claim, records)
-    known = [r for r in _rows(claim, records) if r.equivalence.verdict != quality.NOT_MEASURED]
-    rows = [r for r in known if r.config.differences(r.baseline).keys() <= set(claim.varies)]
+    rows = [r for r in _rows(claim, records) if r.config.differences(r.baseline).keys() <= set(claim.varies)]
+    rows = [r for r in rows if r.equivalence.verdict != quality.NOT_MEASURED]
     if not rows:
-        return _undecided(claim, records)
+        return None
     verdicts = {row.equivalence.verdict for row in rows}
     good = CONFIRMED if verdicts <= set(quality.GOOD) else stats.INCONCLUSIVE
     labels = {said: dict.fromkeys(r.label for r in rows if r.quality == said) for said in (r.quality for r in rows)}
@@ -529,18 +525,18 @@ def _equivalent(claim: Claim, records: Records) -> Judged:
     return Judged(REFUTED if quality.WORSE in verdicts else good, here, f"held-out loss {claim.why}")
 
 
-def _same_number(claim: Claim, records: Records) -> Judged:
+def _same_number(claim: Claim, records: Records) -> Judged | None:
     """Whether what a fault reads is the true number, by the interval of their ratio."""
     read = readings(records.study).get(claim.fault)
-    here = FAULTS[claim.fault].said(read)[1] if read else ""
     if read is None or (claim.gpus and not records.cuda):
-        return _undecided(claim, records, here)
+        return None
+    wrong, right = FAULTS[claim.fault].said(read)
     (low, high), most = read.ratio.ends, 1 + claim.within
     same = claim.within and 1 / most <= low and high <= most
     apart = math.isinf(read.ratio.value) or low > most or high < 1 / most
     verdict = REFUTED if apart else CONFIRMED if same else stats.INCONCLUSIVE
-    return Judged(verdict, here, f"it reads {FAULTS[claim.fault].said(read)[0]}: {read.factor()}")
+    return Judged(verdict, right, f"it reads {wrong}: {read.factor()}")
 
 
-_JUDGES: dict[str, Callable[[Claim, Records], Judged]]
-_JUDGES = {"near": _near, "faster": _faster, "equivalent": _equivalent, "untestable": _undecided}
+_JUDGES: dict[str, Callable[[Claim, Records], Judged | None]]
+_JUDGES = {"near": _near, "faster": _faster, "equivalent": _equivalent, "untestable": lambda *_: None}
