@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -33,8 +33,6 @@ PARTS = ("peers", "levers")
 BOTH_FP32, LIMITS = ", both fp32", "limits of this machine"
 """End and begin names of families in published records that are not measured any more."""
 
-_PLAIN: dict[str, Any] = {"channels_last": False, "kernels": "aten", "freed_memory": "default"}
-_PLAIN |= {"compile": "off", "loader": "packed"}
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
 TITLE = "How fast is this trainer beside others?"
@@ -64,68 +62,53 @@ def peers(
     name, families = setup.family_name(batch), list[Family]()
     if "peers" in wanted:
         compiled = setup.device == "cpu" and (setup.preset == "full" or trainers is not None)
-        families.append(_against(ours, name, asked, setup.formats, compiled=compiled))
+        ways = [_ways(ours, peer, setup.formats.get(peer, {}), compiled=compiled) for peer in asked]
+        rows = tuple(row for way in zip(*ways, strict=True) for row in way)  # all as they come, then all tuned
+        beside: dict[str, Any] = {"baseline": ours, "baseline_label": OURS, "primary": asked[0] + TUNED}
+        families.append(Family(name=name, candidates=rows, **beside))
     if "levers" in wanted:
         families.append(_levers(ours, f"{name}{LEVERS}", setup))
     return Experiment(name="peers", families=tuple(families))
 
 
-def _against(
-    ours: RunConfig, name: str, asked: Sequence[str], formats: Mapping[str, Mapping[str, Any]], *, compiled: bool
-) -> Family:
-    rows = [(peer, _as_it_comes(ours, peer)) for peer in asked]
-    rows += [(f"{peer}, in {ours.precision}{FORMATS}", _formatted(ours, peer)) for peer in asked]
-    tuned = {peer: replace(_tuned(ours, peer), **formats.get(peer, {})) for peer in asked}
-    rows += [(peer + TUNED, config) for peer, config in tuned.items()]
-    if compiled:
-        whole = [(peer, replace(config, compile="whole")) for peer, config in tuned.items()]
-        rows += [(peer + TUNED + plan.COMPILED, config) for peer, config in whole]
-    return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
+def _ways(ours: RunConfig, peer: str, formats: Mapping[str, Any], *, compiled: bool) -> Iterator[tuple[str, RunConfig]]:
+    """Another trainer as it comes, in the formats of this one, and tuned, on a CPU perhaps compiled too.
 
-
-def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
-    """A trainer as its code is written: torch's own precision, NCHW and default Adam, and a look at every loss."""
-    adam = "foreach" if ours.device == "cuda" else "loop"  # what torch.optim.Adam chooses where nothing is said
-    return replace(
+    As it comes: torch's own precision, NCHW and default Adam, and a look at every loss; its package's version is an
+    option, where it is installed, since another version is other work. In this trainer's number and memory format:
+    what two lines change. Tuned: all that its users could change, formats, fused Adam, averages in one call, freed
+    memory kept. On a CPU the formats are then those in which it was measured to be fastest here (``Setup.formats``). On
+    a GPU it is compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is no
+    faster: of eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as
+    long.
+    """
+    cuda, version = ours.device == "cuda", "" if peer == PUBLISHED else package_version(peer)
+    package = (("package", f"{peer} {version}"),) if version else ()
+    comes = replace(
         ours,
-        **_PLAIN,
         precision=torchs_precision(ours.device),
+        channels_last=False,
+        kernels="aten",
+        freed_memory="default",
+        compile="off",
+        loader="packed",
         workload=PEERS[peer],
         implementation="plain" if peer == PUBLISHED else "lab",
-        optimizer=OptimizerConfig(adam=adam, ema="loop"),
+        # What torch.optim.Adam chooses where nothing is said.
+        optimizer=OptimizerConfig(adam="foreach" if cuda else "loop", ema="loop"),
         read_loss=True,
-        options=_package(peer),
+        options=package,
     )
-
-
-def _package(peer: str) -> tuple[tuple[str, str], ...]:
-    """The version of another trainer's package, where it is installed: another version is other work."""
-    version = "" if peer == PUBLISHED else package_version(peer)
-    return (("package", f"{peer} {version}"),) if version else ()
-
-
-def _formatted(ours: RunConfig, peer: str) -> RunConfig:
-    """The same in number and memory format of this trainer: what two lines change."""
-    return replace(_as_it_comes(ours, peer), precision=ours.precision, channels_last=True)
-
-
-def _tuned(ours: RunConfig, peer: str) -> RunConfig:
-    """The same with all that its users could change: formats, fused Adam, averages in one call, freed memory kept.
-
-    On a CPU the formats are those in which it was measured to be fastest here (``Setup.formats``). On a GPU it is
-    compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is no faster: of
-    eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as long.
-    """
-    flash = ours.device == "cuda" and PEERS[peer] == DDPT
-    return replace(
-        _formatted(ours, peer),
-        compile=ours.compile,
-        loader=ours.loader,
-        freed_memory=ours.freed_memory,
-        optimizer=OptimizerConfig(),
-        read_loss=False,
-        options=(*_package(peer), *(((plan.FLASH_ATTENTION, True),) if flash else ())),
-    )
+    formatted = replace(comes, precision=ours.precision, channels_last=True)
+    flash = ((plan.FLASH_ATTENTION, True),) if cuda and PEERS[peer] == DDPT else ()
+    same = {name: getattr(ours, name) for name in ("compile", "loader", "freed_memory")}
+    tuned = replace(formatted, **same, optimizer=OptimizerConfig(), read_loss=False, options=(*package, *flash))
+    tuned = replace(tuned, **formats)
+    yield peer, comes
+    yield f"{peer}, in {ours.precision}{FORMATS}", formatted
+    yield peer + TUNED, tuned
+    if compiled:
+        yield peer + TUNED + plan.COMPILED, replace(tuned, compile="whole")
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
@@ -179,14 +162,14 @@ def _finding(study: Study) -> Finding:
     base, others = this_trainer(study), other_trainers(study)
     measured = [r for r in others if r.sets and base and r.family == base.family]
     if base is None or not measured:
-        asked = any(_is_rival(r.family) for r in comparisons(study))  # else for the levers alone
-        return compared(study, keep=lambda r: _is_rival(r.family) if asked else r.family.endswith(LEVERS))
+        alone = not any(_is_rival(r.family) for r in comparisons(study))  # the levers, which nobody else is beside
+        return compared(study, keep=lambda r: r.family.endswith(LEVERS) if alone else _is_rival(r.family))
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
     rate, told = phrases.significant(base.images_per_second), ""
-    tuned = [r.config for r in others if r.sets and TUNED in r.label]
-    if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
+    tuned = {(r.config.device, r.config.compile) for r in others if r.sets and TUNED in r.label}
+    if tuned == {("cpu", "off")}:
         told = "Compilation of the others is not tried on a CPU but in full. "
     told += f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}."
     found = about(study, nearest, findings.headline_of(mine), told, *common_notes(study, comparisons(study)))
@@ -223,8 +206,7 @@ def _is_rival(family: str) -> bool:
 
 def table(study: Study) -> Table:
     """How many times as fast this trainer is as each other, beside speed, size and memory of that one."""
-    rows = [r for r in comparisons(study) if _is_rival(r.family)]
-    shown = [_turned(r) if r.role == "candidate" else r for r in rows]
+    shown = [_turned(r) if r.role == "candidate" else r for r in comparisons(study) if _is_rival(r.family)]
 
     def columns(row: Comparison) -> dict[str, str]:
         wanted = (row.run_id, row.family, row.role, "ok")
