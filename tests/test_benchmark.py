@@ -78,8 +78,9 @@ def test_what_is_measured_by_batches_and_ranks(tmp_path: Path, monkeypatch: pyte
     (smoke,) = planned(tmp_path, "--preset", "smoke", "--seed", "3", "--loader-workers", "1")
     assert asked(smoke) == [(names[0], [1, 2])]
     assert {(c.seed, c.loader, c.loader_workers) for c in smoke.configurations} == {(3, "files", 1)}
-    monkeypatch.setattr(report, "several_ranks", lambda _: 3)
-    (found,) = planned(tmp_path)  # the defaults cannot be shared by three
+    with monkeypatch.context() as three:
+        three.setattr(report, "several_ranks", lambda *_, **__: 3)
+        (found,) = planned(tmp_path)  # the defaults cannot be shared by three
     assert [name for name, _ in asked(found) if "weak" not in name] == ["tiny, batch 96"]
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     (only,) = planned(tmp_path, "--batch-sizes", "16")

@@ -150,10 +150,10 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
     """Places that torchrun started, no more of them on a host than it has devices: here four GPUs, and one core."""
     monkeypatch.setattr(hardware, "gpus", lambda: ("Example GPU X",) * 4)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    assert (multi_gpu.most_ranks("cuda")[0], multi_gpu.most_ranks("cpu")[0]) == (4, 1)
+    assert (multi_gpu.several_ranks("cuda"), multi_gpu.several_ranks("cpu")) == (4, 1)
     for device, hosts, places, most in (("cuda", 2, 1, 2), ("cuda", 4, 8, 16), ("cpu", 1, 1, 1)):
         slots = [[Place(n, f"h{h}", None) for n in range(places)] for h in range(hosts)]
         monkeypatch.setattr(cluster, "_current", Cluster(slots, Store("127.0.0.1", 1, "job")))
-        assert multi_gpu.most_ranks(device)[0] == most
+        assert multi_gpu.several_ranks(device) == most
     with pytest.raises(multi_gpu.NoRanksError, match="1 rank on 1 host"):
-        multi_gpu.several_ranks("cpu")
+        multi_gpu.several_ranks("cpu", needed=True)

@@ -22,7 +22,7 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.output import say
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.questions.multi_gpu import USUAL, most_ranks, several_ranks, strategy
+from ddpm_lab.questions.multi_gpu import USUAL, several_ranks, strategy
 from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.reports import summary as runs
 from ddpm_lab.training.run_folder import SETTINGS
@@ -84,8 +84,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Campaign]:
     """
     device = usual_device(options.device)
     network = options.network or USUAL[device][0]
-    alone = options.ranks == "single" or (options.ranks != "multi" and most_ranks(device)[0] < 2)
-    ranks = 1 if alone else several_ranks(device)
+    ranks = 1 if options.ranks == "single" else several_ranks(device, needed=options.ranks == "multi")
     fit = [b for b in BATCH_SIZES if b % ranks == 0] or [32 * ranks]
     batches = options.batch_sizes or (fit[:1] if options.preset == "smoke" else fit)
     single = []

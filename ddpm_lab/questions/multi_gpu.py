@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,10 +90,9 @@ def _strong(
         if uneven and asked:
             raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
         family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
-        if family.candidates or not uneven:  # one rank alone compares with nothing
-            families.append(family)
-        images = f"{batch} image{'s' * (batch != 1)} cannot be shared by"
-        left_out += [(family.name, label, f"{images} {label}") for label in map(setup.ranks_label, uneven)]
+        families += [family] * bool(family.candidates or not uneven)  # one rank alone compares with nothing
+        images = f"{batch} image{'s' * (batch != 1)}"
+        left_out += [(family.name, n, f"{images} cannot be shared by {n}") for n in map(setup.ranks_label, uneven)]
     return families, left_out
 
 
@@ -203,7 +203,7 @@ def _shared_cores(study: Study, rows: Sequence[Comparison]) -> str:
 def by_ranks(study: Study) -> Figure | None:
     """Speed-up and efficiency against the number of ranks, one line a family; None below three numbers."""
     found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
-    plots = []
+    plots, bands = [], study.bands
     for kind, what in KINDS.items():
         families = [rows for rows in found if rows[0].scaling == kind]
         hosts = {c.ranks: c.config.nodes for rows in families for c in rows}
@@ -217,20 +217,14 @@ def by_ranks(study: Study) -> Figure | None:
         heading = f"{kind.capitalize()} scaling: {what}"
         plots.append(Plot(lines=curves, heading=heading, y_label="speed-up", log_y=many, height=3.2, **common))
         shares = [_line(rows, [c.efficiency.times(100) for c in rows]) for rows in families]
-        dashed: dict[str, Any] = {"level": 100 * study.bands.threshold, "height": 2.2}
-        plots.append(Plot(lines=shares, y_label="parallel efficiency, %", **dashed, **common))
-    if not plots:
-        return None
+        common |= {"level": 100 * bands.threshold, "height": 2.2}
+        plots.append(Plot(lines=shares, y_label="parallel efficiency, %", **common))
     cpu = [c for rows in found for c in rows if c.config.device == "cpu"]
-    shared = f"{_shared_cores(study, cpu)}; the ideal is that of ranks with devices of their own. " if cpu else ""
-    bands = study.bands
-    return lines(
-        plots,
-        title="Speed-up and parallel efficiency against the number of ranks",
-        context=phrases.context(study),
-        note=f"{shared}Upright lines: 95 % interval over sets. Speeds are for equal images. "
-        f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}.",
-    )
+    note = f"{_shared_cores(study, cpu)}; the ideal is that of ranks with devices of their own. " if cpu else ""
+    note += "Upright lines: 95 % interval over sets. Speeds are for equal images. "
+    note += f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}."
+    title = "Speed-up and parallel efficiency against the number of ranks"
+    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None
 
 
 def _line(rows: Sequence[Comparison], values: Sequence[Interval]) -> Line:
@@ -244,12 +238,11 @@ def by_batch(study: Study) -> Figure | None:
     if not every:
         return None
     unit, time_of = projection(every)
-    bases = {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
-    plots = []
+    plots, bases = [], {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
     for kind, what in KINDS.items():
-        found: dict[str, list[Comparison]] = {}
+        found: dict[str, list[Comparison]] = defaultdict(list)
         for c in sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, batch_of(c))):
-            found.setdefault(f"{layout(c.config)}, {c.config.image_size} px", []).append(c)
+            found[f"{layout(c.config)}, {c.config.image_size} px"].append(c)
         batches = sorted({batch_of(c) for rows in found.values() for c in rows})
         if len(batches) < 3:
             continue
@@ -406,28 +399,27 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     several = [r for r in found if r.baseline_id == last.baseline_id]
     faster = [r for r in several if r.verdict == stats.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
-    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({phrases.evidence(lead.ratio)})"
+    evidence = phrases.evidence(lead.ratio)
+    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({evidence})"
     if not faster and not all(r.answered for r in several):
-        answer, pair = stats.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label}"
-        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead.ratio)}), {phrases.outcome(lead)}"
+        answer, reads = stats.INCONCLUSIVE, f"reads {phrases.ratio(lead)} ({evidence}), {phrases.outcome(lead)}"
+        reason = f"{lead.label} against {lead.baseline_label} {reads}"
     source = "measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}"
     common |= {"ratio": lead.ratio.value, "low": lead.ratio.low, "high": lead.ratio.high, "sets": lead.sets}
     return Strategy(answer=answer, reason=reason, source=source, measured_batch=nearest, **common)
 
 
-def most_ranks(device: str) -> tuple[int, str]:
-    """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
-    count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
-    if (cluster := current()) is None:
-        return count, f"this machine has {count} {unit}"
-    hosts = len(cluster.hosts)
-    most = hosts * min(count, cluster.node_size)
-    return most, f"this job has room for {phrases.plural(most, 'rank')} on {phrases.plural(hosts, 'host')}"
+def several_ranks(device: str, *, needed: bool = False) -> int:
+    """How many ranks several are where nobody says: all GPUs of all hosts of a job, or two on a CPU; 1 on one device.
 
-
-def several_ranks(device: str) -> int:
-    """How many ranks several are where nobody says: all GPUs, or two on a CPU; raises NoRanksError for one device."""
-    most, have = most_ranks(device)
-    if most < 2:
+    Raises NoRanksError where there is one device, and several are ``needed``.
+    """
+    most, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
+    have = f"this machine has {most} {unit}"
+    if (cluster := current()) is not None:
+        hosts = len(cluster.hosts)
+        most = hosts * min(most, cluster.node_size)
+        have = f"this job has room for {phrases.plural(most, 'rank')} on {phrases.plural(hosts, 'host')}"
+    if needed and most < 2:
         raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
-    return most if device == "cuda" else 2
+    return max(1, most if device == "cuda" else min(most, 2))
