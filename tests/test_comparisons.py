@@ -185,7 +185,7 @@ def test_what_is_resolved_and_the_minutes_that_would_resolve_more() -> None:
     stages = {"start": 2.0, "steady": 3.0}
     records = planted({"bf16": 0.01 + 4 * ROUND[:6]}, NONE[:6], stages=stages)
     found = row(records)
-    assert found.resolves == pytest.approx(math.exp(2 * found.ratio.half_width) - 1)
+    assert found.ratio.resolves == pytest.approx(math.exp(2 * found.ratio.half_width) - 1)
     assert found.set_seconds == 15, "baseline, twin and this configuration"
     assert found.sets_needed == stats.sets_to_resolve([log for _, log in found.logs])
     assert found.minutes_needed == pytest.approx((found.sets_needed - 6) * 15 / 60)

@@ -131,7 +131,7 @@ def row(c: Comparison, name: str = "") -> Row:
         low=c.ratio.low,
         high=c.ratio.high,
         colour=COLOURS.get(c.verdict, charts.OPEN),
-        dots=c.set_ratios[: c.sets] if c.sets > 1 else (),
+        dots=[stats.exp(log) for _, log in c.logs[: c.sets]] if c.sets > 1 else (),
         text=told.replace(" (", "  (").replace(" to ", phrases.DASH),
     )
 

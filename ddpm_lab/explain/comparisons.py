@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -78,10 +77,6 @@ class Comparison:
         return stats.estimate([log for _, log in self.logs])
 
     @property
-    def set_ratios(self) -> tuple[float, ...]:
-        return tuple(stats.exp(log) for _, log in self.logs)
-
-    @property
     def efficiency(self) -> stats.Interval:
         return self.ratio.times(self.baseline.world_size / self.config.world_size)
 
@@ -92,11 +87,6 @@ class Comparison:
     @property
     def answered(self) -> bool:
         return self.verdict in stats.ANSWERS
-
-    @property
-    def resolves(self) -> float:
-        """The smallest relative difference that these sets answer for, whatever the truth is; infinite without any."""
-        return stats.resolves(self.ratio.half_width)
 
     @property
     def sets_needed(self) -> float:
@@ -159,10 +149,10 @@ def comparisons(study: Study) -> tuple[Comparison, ...]:
 
 def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
     """Comparisons by family and baseline, in order."""
-    found: dict[tuple[str, str], list[Comparison]] = {}
+    found: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for c in compared:
-        found.setdefault((c.family, c.baseline_id), []).append(c)
-    return list(found.values())
+        found[c.family, c.baseline_id].append(c)
+    return [*found.values()]
 
 
 def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Comparison]:
@@ -174,48 +164,36 @@ def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -
     for c in compared:
         if c.role == "candidate":
             groups[id(c) if c.primary else c.baseline_id].append(c)
-    found: dict[int, stats.Decision] = {}
-    for group in groups.values():
-        found |= dict(zip(map(id, group), _tested_together(group, looks), strict=True))
+    found = {id(c): d for group in groups.values() for c, d in zip(group, _tested_together(group, looks), strict=True)}
     return [_with_verdict(c, found.get(id(c)), compared) for c in compared]
 
 
-class Shown(NamedTuple):
-    """An answer that was shown: the sets that it rested on, and when."""
-
-    sets: frozenset[str]
-    when: float
-
-
-def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Shown]:
-    """The looks at these comparisons, at no others, in order.
+def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[tuple[float, list[str]]]:
+    """The looks at these comparisons, at no others, in order: when, and the sets that had been shown by then.
 
     What no look has tested, for want of sets, is shown now, all at once.
     """
-    every = frozenset(set_id for c in compared for set_id, _ in c.logs)
-    by_time: dict[float, set[str]] = {}
+    groups = [{set_id for set_id, _ in c.logs} for c in compared]
+    every, known, found = set[str]().union(*groups), dict[str, None](), list[tuple[float, list[str]]]()
+    by_time: dict[float, set[str]] = defaultdict(set)
     for r in looks:
-        if mine := every & set((r.look or {}).get("sets", ())):
-            by_time.setdefault(moment(r.date), set()).update(mine)
-    found, before = list[Shown](), frozenset[str]()
-    for when in sorted(by_time):
-        if not by_time[when] <= before:
-            before |= by_time[when]
-            found.append(Shown(before, when))
-    groups = [frozenset(set_id for set_id, _ in c.logs) for c in compared]
-    new = before.union(*(sets for sets in groups if len(sets & before) < stats.LEAST_SETS))
-    return found if found and new == before else [*found, Shown(new, math.inf)]
+        by_time[moment(r.date)] |= every.intersection((r.look or {}).get("sets", ()))
+    for when, sets in sorted(by_time.items()):
+        if sets - known.keys():
+            known |= dict.fromkeys(sorted(sets))
+            found.append((when, [*known]))
+    late = set[str]().union(*(sets for sets in groups if len(sets & known.keys()) < stats.LEAST_SETS))
+    if not found or late - known.keys():
+        found.append((math.inf, [*(known | dict.fromkeys(sorted(late)))]))
+    return found
 
 
 def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[stats.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
     answers = shown(group, looks)
-    order: list[str] = []
-    for look in answers:
-        order += sorted(look.sets.difference(order))
-    logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
-    spreads = [[_spread(c, looks, look.when) for c in group] for look in answers]
-    return stats.decided(logs, [len(look.sets) for look in answers], spreads, group[0].resolution)
+    logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in answers[-1][1]]) for c in group]
+    spreads = [[_spread(c, looks, when) for c in group] for when, _ in answers]
+    return stats.decided(logs, [len(sets) for _, sets in answers], spreads, group[0].resolution)
 
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
@@ -239,13 +217,11 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
         return replace(c, verdict="no result" if c.status == "ok" else c.status)
     ratio, word, why = decision.estimate, decision.word, ""
     mine = (TWIN, c.family, c.baseline_id)
-    repeated = dict(next((t.logs for t in compared if (t.role, t.family, t.baseline_id) == mine), ()))
-    every = [(set_id, repeated[set_id]) for set_id, _ in c.logs if set_id in repeated]
+    twin = dict(next((t.logs for t in compared if (t.role, t.family, t.baseline_id) == mine), ()))
+    repeated = [twin.get(set_id, math.nan) for set_id, _ in c.logs]
     # Where the twin's interval excludes 1, in the sets that the answer rests on and in all so far, only effects beyond
     # its far end may be called.
-    rested_on = {set_id for set_id, _ in c.logs[: ratio.sets]}
-    twins = ([log for set_id, log in every if set_id in rested_on], [log for _, log in every])
-    apart = min(stats.estimate(logs).apart for logs in twins)
+    apart = min(stats.estimate(logs).apart for logs in (repeated[: ratio.sets], repeated))
     if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= apart:
         word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
     elif word == stats.SAME and apart > 1 + c.resolution:
@@ -273,20 +249,17 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
         if r.role == "baseline":
             baselines[r.family][r.baseline_id] = r.config
     for r in records:
-        baseline_id = r.baseline_id
-        if r.role == "note":
-            if (r.family, r.config.data_sha256, r.label) in measured:
-                continue
-            known = baselines[r.family]
-            if known and baseline_id not in known:
-                baseline_id = next(reversed(known))
-        groups[r.family, baseline_id].append(r)
+        known = baselines[r.family]
+        if r.role != "note":
+            groups[r.family, r.baseline_id].append(r)
+        elif (r.family, r.config.data_sha256, r.label) not in measured:
+            mine = r.baseline_id if r.baseline_id in known else next(reversed(known), r.baseline_id)
+            groups[r.family, mine].append(r)
     named = []
     for (family, baseline_id), group in groups.items():
-        first, mine = next(iter(baselines[family].values()), None), baselines[family].get(baseline_id)
-        if first is not None and mine is not None and (words := _differences(mine, first)):
-            group = [replace(r, family=f"{family} ({words})") for r in group]  # noqa: PLW2901
-        named.append(group)
+        known = baselines[family]
+        words = _differences(known[baseline_id], next(iter(known.values()))) if baseline_id in known else ""
+        named.append([replace(r, family=f"{family} ({words})") for r in group] if words else group)
     return named
 
 
@@ -300,22 +273,18 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
 
 def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
     """One family, in the order the configurations first appear: baseline, twin, candidates, notes; without verdicts."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     for r in records:
         # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
-        key = (r.role, r.label if r.role == "note" else r.run_id)
-        groups.setdefault(key, []).append(r)
-    ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
+        groups[r.role, r.label if r.role == "note" else r.run_id].append(r)
+    ordered = [group for _, group in sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))]
     disturbed = crowded_sets(records)
-
-    def usable(r: RunRecord) -> bool:
-        return r.status == "ok" and bool(r.windows) and not r.mechanism_only and r.set_id not in disturbed
-
-    by_role = {role: {r.set_id: r for r in records if r.role == role and usable(r)} for role in ("baseline", TWIN)}
-    base = next((g[-1] for (role, _), g in ordered if role == "baseline"), None)
-    found = [_compare(group, by_role, base, disturbed, resolution) for _, group in ordered]
-    twin = next((c.ratio for c in found if c.role == TWIN), stats.Interval(value=1.0))
-    return [replace(c, noise=stats.Interval(value=twin.value, low=twin.low, high=twin.high)) for c in found]
+    usable = [r for r in records if r.status == "ok" and not r.mechanism_only and r.set_id not in disturbed]
+    by_role = {role: {r.set_id: r for r in usable if r.role == role and r.windows} for role in ("baseline", TWIN)}
+    base = next((group[-1] for group in ordered if group[0].role == "baseline"), None)
+    found = [_compare(group, by_role, base, disturbed, resolution) for group in ordered]
+    noise: stats.Interval = next((c.ratio for c in found if c.role == TWIN), stats.Interval(value=1.0))
+    return [replace(c, noise=noise) for c in found]
 
 
 def _compare(

@@ -330,7 +330,7 @@ def evidence_of(row: Comparison) -> str:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
     text = f"Ratio {phrases.times(row.ratio)}, 95 % interval over {sets}{noise(row)}"
-    text += "" if row.resolved or row.verdict == stats.TOO_FEW else f"; resolves {phrases.share(row.resolves)}"
+    text += "" if row.resolved or row.verdict == stats.TOO_FEW else f"; resolves {phrases.share(row.ratio.resolves)}"
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 

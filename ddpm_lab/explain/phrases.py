@@ -180,7 +180,7 @@ def outcome(row: Comparison) -> str:
     if row.verdict == stats.TOO_FEW:
         return f"{stats.TOO_FEW} ({row.sets})"
     if row.verdict == stats.INCONCLUSIVE:
-        return f"{stats.INCONCLUSIVE} (resolves {share(row.resolves)}{f'; {row.why}' if row.why else ''})"
+        return f"{stats.INCONCLUSIVE} (resolves {share(row.ratio.resolves)}{f'; {row.why}' if row.why else ''})"
     return status(row.verdict)
 
 

@@ -69,6 +69,14 @@ class Estimate(Interval):
         """Half the width of the interval of the log ratio; infinite where sets do not suffice for one."""
         return (math.log(self.high) - math.log(self.low)) / 2 if self.exists else math.inf
 
+    @property
+    def resolves(self) -> float:
+        """The smallest relative difference that such an interval always answers for, whatever the truth is.
+
+        Wherever it lies, an interval of half-width h = ln(1 + X) / 2 excludes 1 or lies within 1 / (1 + X) to 1 + X.
+        """
+        return math.expm1(2 * self.half_width)
+
 
 MOST_PRIOR_DF = 4.0
 """The most that the spread of other comparisons may count for: see ``Spread``."""
@@ -294,19 +302,9 @@ def decided(
     return found
 
 
-def resolves(half_width: float) -> float:
-    """Return the smallest difference that an interval of log ratios always answers: exp(2 h) - 1.
-
-    Wherever it lies, an interval of half-width h = ln(1 + X) / 2 excludes 1 or lies within 1 / (1 + X) to 1 + X.
-    """
-    return math.expm1(2 * half_width)
-
-
 def resolvable(spread: float, sets: int) -> float:
     """Return what ``sets`` resolve if log ratios scatter by ``spread``; infinite below LEAST_SETS."""
-    if sets < LEAST_SETS:
-        return math.inf
-    return resolves(t_quantile(sets - 1) * spread / math.sqrt(sets))
+    return math.inf if sets < LEAST_SETS else math.expm1(2 * t_quantile(sets - 1) * spread / math.sqrt(sets))
 
 
 def sets_to_resolve(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, most: int = 10_000) -> int | None:
@@ -330,7 +328,7 @@ def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION) -> int:
     0 as soon as the interval is narrow enough, after LEAST_TO_STOP sets or more.
     """
     now = estimate(log_ratios)
-    if now.sets >= LEAST_TO_STOP and resolves(now.half_width) <= effect:
+    if now.sets >= LEAST_TO_STOP and now.resolves <= effect:
         return 0
     needed = sets_to_resolve(log_ratios, effect) or LEAST_TO_STOP
     return max(1, LEAST_TO_STOP - now.sets, needed - now.sets)

@@ -409,10 +409,10 @@ def _steps(
     cells = {config.run_id: cell for cell, config in space.cells.items()}
     known = sorted((r for r in rows if r.run_id in cells), key=lambda r: sum(map(bool, cells[r.run_id])))
     looks = shown(known, study.looks)
-    order = dict.fromkeys(set_id for look in looks for set_id in sorted(look.sets))
+    order = looks[-1][1]
     logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
     over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
-    decided = stats.decided(over, [len(look.sets) for look in looks], resolution=study.resolution)
+    decided = stats.decided(over, [len(sets) for _, sets in looks], resolution=study.resolution)
     found = [baseline]
     for row, decision in zip(known, decided, strict=True):
         last, cell = found[-1], cells[row.run_id]
