@@ -108,23 +108,13 @@ def plain(
 
 def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
-    return replace(
-        plain(
-            study,
-            headline if headline.startswith(as_written) else phrases.begun(headline),
-            ANSWERED if row.answered else row.verdict,
-            *notes,
-            evidence=evidence or evidence_of(row),
-        ),
-        verdict=row.verdict,
-        sets=row.sets,
-        ratio=row.ratio.value,
-        low=row.ratio.low,
-        high=row.ratio.high,
-        noise_low=row.noise.low,
-        noise_high=row.noise.high,
-        quality=f"quality {row.quality}",
-    )
+    headline = headline if headline.startswith(as_written) else phrases.begun(headline)
+    status, judged = ANSWERED if row.answered else row.verdict, f"quality {row.quality}"
+    evidence = evidence or evidence_of(row)
+    found = plain(study, headline, status, *notes, evidence=evidence, verdict=row.verdict, quality=judged)
+    ratio, (noise_low, noise_high) = row.ratio, row.noise.ends
+    found = replace(found, sets=row.sets, noise_low=noise_low, noise_high=noise_high)
+    return replace(found, ratio=ratio.value, low=ratio.low, high=ratio.high)
 
 
 def compared(
@@ -154,12 +144,11 @@ def compared(
     harmed = [(_named(r, rows), "") for r in candidates if r is not first and r.equivalence.verdict == quality.WORSE]
     notes = (*own(first), listed("Worse in quality", harmed), *every)
     named = "batch" in _SUBJECTS.get(study.experiment, ("", ""))[0]
-    bases = (r.baseline for r in ([r for r in candidates if r.primary] or candidates))
-    asked = {
-        (b.work_name, b.device, named or b.global_batch_size, b.image_size, b.precision, b.world_size) for b in bases
-    }
+    bases = [r.baseline for r in candidates if r.primary] or [r.baseline for r in candidates]
+    asked = {(b.work_name, b.device, b.image_size, b.precision, b.world_size) for b in bases}
+    batches = {b.global_batch_size for b in bases if not named}
     of = " on the CPU" * (first.config.device == "cpu" and bool(study.records[-1].machine.gpus))
-    of += f" ({first.family})" * (len(asked) > 1)
+    of += f" ({first.family})" * (max(len(asked), len(batches)) > 1)
     found = about(study, first, headline_of(first) + of, *notes)
     return replace(found, way_out=way_out_of(study, first))
 
@@ -183,16 +172,14 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
     lacking = [r for r in rows if r.role != "twin" and not r.sets and not r.mechanism_only]
     have = {r.run_id for r in rows if r.sets}
     lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
+    sets = phrases.plural(len({r.set_id for r in lost}), "set")
     return (
         listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
         listed("Left out", ((_named(r, rows), r.reason) for r in lacking if r.status == "left out")),
         listed(MECHANISM_ONLY.capitalize(), ((r.label, "") for r in rows if r.mechanism_only and r.role != "twin")),
         unsound(study),
         untrained(study),
-        listed(
-            f"Lost in {phrases.plural(len({r.set_id for r in lost}), 'set')}",
-            ((r.label, phrases.failed(r.status, r.reason)) for r in lost),
-        ),
+        listed(f"Lost in {sets}", ((r.label, phrases.failure(r)) for r in lost)),
         machine_state.unknown(study),
         *machine_state.warnings(study),
     )
@@ -201,22 +188,18 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
 def unsound(study: Study) -> str:
     """Name the settings whose gradient check failed or found a fault."""
     checks = [(r, (r.quality or {}).get("gradients")) for r in study.records if r.role == "check"]
-    told = ((r.label, gradient_fault(found) if found else phrases.failed(r.status, r.reason)) for r, found in checks)
+    told = ((r.label, gradient_fault(found) if found else phrases.failure(r)) for r, found in checks)
     return listed("Wrong gradient", (item for item in told if item[1]))
 
 
 def untrained(study: Study) -> str:
     """Name the configurations that were not trained for quality as often as was planned, and why."""
-    lacking = (
-        r
-        for r in study.records
-        if r.role == "note" and r.config.purpose == "quality"
-        if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
-    )
-    done = {t.run_id for t in study.trials if t.status == "ok"}  # at another try
-    failed = (t for t in study.trials if t.status not in (*_SOUND, "diverged") and t.run_id not in done)
-    told = [(r.label, str(r.reason)) for r in lacking]
-    return listed("Not trained as planned", told + [(t.label, phrases.failed(t.status, t.reason)) for t in failed])
+    trials, planned = study.trials, [r for r in study.records if (r.role, r.config.purpose) == ("note", "quality")]
+    done = {t.run_id for t in trials if t.status == "ok"}  # at another try
+    failed = (t for t in trials if t.status not in (*_SOUND, "diverged") and t.run_id not in done)
+    tried = [[t for t in trials if t.run_id == r.run_id and quality.speaks_for(t, r.code_version)] for r in planned]
+    told = [(r.label, str(r.reason)) for r, found in zip(planned, tried, strict=True) if not found]
+    return listed("Not trained as planned", told + [(t.label, phrases.failure(t)) for t in failed])
 
 
 def _nothing_to_compare(
@@ -234,7 +217,7 @@ def _nothing_to_compare(
         return plain(study, ALL_DISTURBED, stats.TOO_FEW, *notes, way_out=command_of(study, (others or rows)[0]))
     if lost:
         if lost[-1].role not in ("baseline", "candidate"):  # none of the others is a row
-            notes = (f"{phrases.failed(lost[-1].status, lost[-1].reason)}.", *notes)
+            notes = (f"{phrases.failure(lost[-1])}.", *notes)
         return plain(study, f"Nothing can be compared, since {_labels(lost)} failed", FAILED, *notes)
     if hidden:
         return plain(study, f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}", MECHANISM_ONLY, *notes)
@@ -276,7 +259,7 @@ def lead(rows: Sequence[Comparison]) -> Comparison:
     Where none is primary it is the fastest of those that are answered.
     """
     if primary := [r for r in rows if r.primary]:
-        return min(primary, key=lambda r: (not r.answered, r.config.device != "cuda", r.config.threads != 0))
+        return max(primary, key=lambda r: (r.answered, r.config.device == "cuda", r.config.threads == 0))
     return max(rows, key=lambda r: (r.answered, r.sets > 0, r.ratio.value))
 
 
@@ -359,20 +342,24 @@ def command_of(study: Study, row: Comparison) -> str:
     if row.experiment == "bottleneck":
         return command_of_step(study, config, row.label)
     words = ["ddpm-lab", "run", shlex.quote(row.experiment)]
-    if config.is_own:
-        words += ["--workload", shlex.quote(config.work_name)]
-    elif config.network != usual_network(config.device, row.experiment):
-        words += ["--network", config.network]
+    words += work_of(config, usual_network(config.device, row.experiment))
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
     words += ["--seed", str(config.seed)] * (config.seed != 0)
     return " ".join([*words, *where_of(study, config), *_options(row)])
 
 
+def work_of(config: RunConfig, usual: str = "") -> list[str]:
+    """The words that name what is trained, where that is not the ``usual`` network."""
+    if config.is_own:
+        return ["--workload", shlex.quote(config.work_name)]
+    return ["--network", config.network] * (config.network != usual)
+
+
 def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes or ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "run", "bottleneck", "--network", config.network]
-    words += ["--batch-size", str(config.global_batch_size), *where_of(study, config)]
+    words = ["ddpm-lab run bottleneck", *work_of(config), f"--batch-size {config.global_batch_size}"]
+    words += where_of(study, config)
     changed = config.differences(plain).keys() - {"data_sha256", "nodes"}
     for name in _OF_STEP:
         named = name in changed or name in _LEFT_OPEN

@@ -11,7 +11,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import crowded_sets
+from ddpm_lab.record import RunRecord, crowded_sets
 
 DISTURBED = "other processes disturbed every set"
 DASH = "\N{EN DASH}"
@@ -59,9 +59,9 @@ def between(ratio: Interval) -> str:
     return f"{low} to " + (">100" if wide and ratio.high > 100 else _number(ratio.high, digits))
 
 
-def times(ratio: Interval, *, what: str = "") -> str:
-    """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
-    return f"{_number(ratio.value, decimals(ratio))}{what}" + (f" ({between(ratio)})" if ratio.exists else "")
+def times(ratio: Interval) -> str:
+    """A ratio, and its interval if it has one: "1.62 (1.55 to 1.69)"."""
+    return _number(ratio.value, decimals(ratio)) + (f" ({between(ratio)})" if ratio.exists else "")
 
 
 def ratio(row: Comparison) -> str:
@@ -83,9 +83,7 @@ def significant(value: float, digits: int = 3) -> str:
     """A plain number with thousands separators: 4,310; 12.3; 0.045; "unknown" for NaN."""
     if not math.isfinite(value):
         return "unknown" if math.isnan(value) else "infinite"
-    if value == 0:
-        return "0"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{round(value, places):,.{max(0, places)}f}"
 
 
@@ -93,10 +91,8 @@ def seconds(value: float) -> str:
     """A duration: "9.6 ms", "34 s", "12.5 min", "3.2 h"."""
     if not math.isfinite(value):
         return significant(value)
-    for unit, size, most in (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200)):
-        if value < most:
-            return f"{significant(value / size)} {unit}"
-    return f"{significant(value / 3600)} h"
+    units = (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, math.inf))
+    return next(f"{significant(value / size)} {unit}" for unit, size, most in units if value < most)
 
 
 def memory(value: float) -> str:
@@ -112,9 +108,8 @@ def peak_memory(row: Comparison) -> str:
 
 def peak_of(config: RunConfig, allocated: float, resident: float) -> str:
     """Peak memory of a rank: "1.2 GiB" of its GPU, on a CPU the host's resident set, such as "412 MiB RSS"."""
-    if config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident):
-        return f"{memory(resident)} RSS"
-    return memory(allocated)
+    host = config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident)
+    return f"{memory(resident)} RSS" if host else memory(allocated)
 
 
 def settings(config: RunConfig) -> str:
@@ -209,14 +204,10 @@ def loss(row: Comparison) -> dict[str, str]:
     return dict(zip(LOSS, (quality.difference(found), margin), strict=True))
 
 
-def failure(row: Comparison) -> str:
+def failure(of: Comparison | RunRecord) -> str:
     """Such as "out of memory: needs 90 GiB, 78 GiB are free"."""
-    return failed(row.status, row.reason)
-
-
-def failed(how: str, reason: str | None) -> str:
-    words = status(how) if how != "ok" else "no result"
-    return f"{words}: {reason}" if reason else words
+    words = status(of.status) if of.status != "ok" else "no result"
+    return f"{words}: {of.reason}" if of.reason else words
 
 
 def without_speed(row: Comparison) -> str:

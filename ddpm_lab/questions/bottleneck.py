@@ -253,7 +253,7 @@ def summary(study: Study) -> list[str]:
     about = subject(study)
     if about is None:
         lost = [r for r in study.records if r.role == "profile" and r.status != "ok"]
-        why = f"The step could not be profiled: {phrases.failed(lost[-1].status, lost[-1].reason)}." if lost else ""
+        why = f"The step could not be profiled: {phrases.failure(lost[-1])}." if lost else ""
         return [why or "No time budget is recorded: ddpm-lab run bottleneck measures one."]
     batch, seconds = about.config.global_batch_size, about.step_seconds
     on = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"

@@ -286,7 +286,7 @@ def _witnesses(study: Study) -> list[str]:
         record = next(r for r in reversed(study.records) if r.label == label)
         ranks = record.witness.get("ranks") or []
         if record.status != "ok" or not ranks:
-            found.append(f"{label}: {phrases.failed(record.status, record.reason)}")
+            found.append(f"{label}: {phrases.failure(record)}")
             continue
         seen = ranks[0]
         said = [f"{phrases.plural(len(ranks), 'rank')} on {seen['device']}", phrases.plural(seen["threads"], "thread")]

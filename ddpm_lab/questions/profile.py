@@ -293,7 +293,7 @@ def answer(study: Study) -> Answer:
     if latest is None:
         found = compared(replace(study, records=()))
         if failed := next((r for r in reversed(study.records) if r.status != "ok"), None):
-            why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+            why = f"{failed.label}: {phrases.failure(failed)}."
             found = plain(study, "The profile failed", FAILED, why)
         message = partial(charts.message, found.headline, phrases.context(study), found.claim)
         return Answer(study=study, finding=found, figure=message, table=lambda: [])

@@ -275,11 +275,7 @@ def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
     able = [r for r in study.records if r.experiment not in _BESIDE and not r.mechanism_only]
     last = max(able, key=lambda r: moment(r.date), default=None)
     config = rows[0].baseline if rows else last.config if last else RunConfig()
-    words = ["ddpm-lab report"]
-    if config.is_own:
-        words += ["--workload", shlex.quote(config.work_name)]
-    elif config.network != usual_network(config.device):
-        words += ["--network", config.network]
+    words = ["ddpm-lab report", *findings.work_of(config, usual_network(config.device))]
     words += ["-p image_size", str(config.image_size)] * (config.image_size != USUAL_SIZE)
     where = findings.where_of(study if last else replace(study, records=()), config)
     return " ".join([*words, *("-p device" if word == "--device" else word for word in where)])
@@ -390,7 +386,7 @@ def recommendation(study: Study) -> Recommendation | None:
     seen = {run_id for logs in found for run_id, log in logs.items() if math.isfinite(log)} & names
     every, short = phrases.plural(len(names), "combination"), phrases.plural(len(found), "short set")
     tried = [f"The search tried {len(seen)} of {every} in {short}.", findings.listed("Left out", space.left_out)]
-    tried += [findings.listed("Failed", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))]
+    tried += [findings.listed("Failed", ((r.label, phrases.failure(r)) for r in failed))]
     return Recommendation(
         study=fresh,
         steps=steps,
@@ -477,8 +473,7 @@ def _of_search(found: Recommendation) -> Finding:
 def _search_command(study: Study, space: Space) -> str:
     """The command that goes on with a search."""
     base = space.baseline
-    words = ["ddpm-lab recommend"]
-    words += ["--workload", shlex.quote(base.work_name)] if base.is_own else ["--network", base.network]
+    words = ["ddpm-lab recommend", *findings.work_of(base)]
     words += ["--preset", space.preset] * (space.preset == "full")
     words += ["--image-size", str(base.image_size)] * (base.image_size != USUAL_SIZE)
     words += [f"--batch-size {base.global_batch_size}"]
