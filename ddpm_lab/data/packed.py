@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -169,53 +169,39 @@ def open_packed(dest: Path) -> PackedImages:
     return PackedImages(dest=dest, manifest=manifest, images=images, train_indices=trained, held_out_indices=held_out)
 
 
+class Choices(TypedDict, total=False):
+    """How images are prepared.
+
+    ``image_size`` is the side S of the square images in pixels (32). ``held_out`` is a folder of images never to train
+    on; without it, a part of the source is chosen (``split``). With ``skip_bad`` damaged files are left out and listed
+    in the manifest; without, the first one stops everything.
+    """
+
+    image_size: int
+    held_out: str | Path | None
+    skip_bad: bool
+
+
 def prepare(
-    source: str | Path,
-    dest: str | Path,
-    *,
-    image_size: int = 32,
-    held_out: str | Path | None = None,
-    skip_bad: bool = False,
-    progress: Progress | None = None,
+    source: str | Path, dest: str | Path, *, progress: Progress | None = None, **how: Unpack[Choices]
 ) -> Manifest:
     """Decode ``source`` into the prepared folder ``dest``; return at once when it is there and still fits.
 
-    Args:
-        source: a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
-        dest: a folder that does not exist, is empty, or was prepared before. Of several processes that prepare the same
-            one, one works and the others wait. A build that is killed leaves nothing that looks finished.
-        image_size: side S of the square images in pixels.
-        held_out: a folder of images never to train on; without it, a part of ``source`` is chosen (``split``).
-        skip_bad: leave damaged files out and list them in the manifest, instead of stopping at the first.
-        progress: called with a line of text about once a second.
-
-    Raises DataError for a source or destination that cannot be used.
+    ``source`` is a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
+    ``dest`` does not exist, is empty, or was prepared before. Of several processes that prepare the same one, one works
+    and the others wait. A build that is killed leaves nothing that looks finished. ``progress`` is called with a line
+    of text about once a second. Raises DataError for a source or destination that cannot be used.
     """
-    job, dest = _job(source, image_size, held_out, skip_bad), Path(dest).absolute()
-    try:
-        _check_dest(job, dest)
-        dest.mkdir(parents=True, exist_ok=True)
-        with (dest / LOCK).open("a") as held:  # the system frees it when its holder dies, however it dies
-            if not lock(held, wait=False):
-                if progress is not None:
-                    progress(f"waiting for another process that prepares {dest}")
-                lock(held)
-            return _prepared(job, dest, progress)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        way_out = "choose another place: ddpm-lab prepare SOURCE DEST, and DEST as the data"
-        raise DataError(f"cannot prepare {dest}: {error.strerror or error}{where}; {way_out}") from error
+    return _prepare(_job(source, **how), Path(dest).absolute(), progress)
 
 
 def resolve(
     source: str | Path,
     cache: str | Path,
     *,
-    image_size: int = 32,
-    held_out: str | Path | None = None,
-    skip_bad: bool = False,
     results: Path | None = None,
     progress: Progress | None = None,
+    **how: Unpack[Choices],
 ) -> Path:
     """Return the prepared folder for ``source``, which may be one itself; otherwise prepare it inside ``cache``.
 
@@ -223,20 +209,20 @@ def resolve(
     own. ``results``, where images will be written, may not lie among those that are prepared. The other arguments and
     errors are those of ``prepare``.
     """
-    dest, job = place_of(source, cache, image_size=image_size, held_out=held_out, skip_bad=skip_bad)
+    dest, job = place_of(source, cache, **how)
     if job is None:
-        side = read_manifest(dest).image_size
-        if side != image_size:
+        side, wanted = read_manifest(dest).image_size, how.get("image_size", 32)
+        if side != wanted:
             raise DataError(
-                f"{dest} was prepared with images of {side}x{side}, not {image_size}x{image_size}; give image size "
-                f"{side} (--image-size {side}), or prepare its source again with {image_size}"
+                f"{dest} was prepared with images of {side}x{side}, not {wanted}x{wanted}; give image size "
+                f"{side} (--image-size {side}), or prepare its source again with {wanted}"
             )
-        if held_out is not None:
+        if how.get("held_out") is not None:
             raise DataError(f"{dest} is prepared and has its held-out part; give --held-out when preparing it")
         return dest
     if results is not None:
         _check_outside(job, results)
-    found = prepare(source, dest, image_size=image_size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+    found = _prepare(job, dest, progress)
     if found.skipped and progress is not None:
         getattr(progress, "stay", progress)(f"{found.describe()}: listed in {dest / MANIFEST}")
     return dest
@@ -261,7 +247,7 @@ class Job(NamedTuple):
         return [SCHEMA, self.kind, str(self.source), self.image_size, held_out, self.skip_bad, DECODING_RULE]
 
 
-def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_bad: bool) -> Job:
+def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None = None, skip_bad: bool = False) -> Job:
     if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
         raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
     choice("skip_bad", skip_bad, (True, False))  # papermill hands on "false" as a text
@@ -285,19 +271,12 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
     return Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 
 
-def place_of(
-    source: str | Path,
-    cache: str | Path,
-    *,
-    image_size: int = 32,
-    held_out: str | Path | None = None,
-    skip_bad: bool = False,
-) -> tuple[Path, Job | None]:
+def place_of(source: str | Path, cache: str | Path, **how: Unpack[Choices]) -> tuple[Path, Job | None]:
     """Return the folder that ``resolve`` returns, prepared or not, and of what it is made; None if it is ``source``."""
     path = expanded(source)
     if str(source) != SYNTHETIC and is_prepared(path):
         return path.absolute(), None
-    job = _job(source, image_size, held_out, skip_bad)
+    job = _job(source, **how)
     name = hashlib.sha256(json.dumps(job.options()).encode()).hexdigest()[:12]
     return (Path(cache) / f"{job.kind}-{name}").absolute(), job
 
@@ -330,18 +309,32 @@ def _check_dest(job: Job, dest: Path) -> None:
         raise DataError(f"{dest} is not empty and not a prepared folder; choose a folder that does not exist yet")
 
 
+def _prepare(job: Job, dest: Path, progress: Progress | None) -> Manifest:
+    try:
+        _check_dest(job, dest)
+        dest.mkdir(parents=True, exist_ok=True)
+        with (dest / LOCK).open("a") as held:  # the system frees it when its holder dies, however it dies
+            if not lock(held, wait=False):
+                if progress is not None:
+                    progress(f"waiting for another process that prepares {dest}")
+                lock(held)
+            return _prepared(job, dest, progress)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        way_out = "choose another place: ddpm-lab prepare SOURCE DEST, and DEST as the data"
+        raise DataError(f"cannot prepare {dest}: {error.strerror or error}{where}; {way_out}") from error
+
+
 def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
     held_out = _listed(job.held_out) if job.held_out else []
-    files: list[ImageFile] = []
+    files = _listed(job.source) if job.kind == "folder" else []
+    if len(files) == 1 and not job.held_out:
+        raise DataError(f"{job.source} has only 1 image, so none can be held out; give at least 2")
     state: list[str | int] = [synthetic.GENERATOR_VERSION, synthetic.DEFAULT_COUNT]
-    if job.kind == "folder":
-        files = _listed(job.source)
-        if len(files) < 2 and not job.held_out:
-            raise DataError(f"{job.source} has only 1 image, so none can be held out; give at least 2")
-        state = [fingerprint(files)]
-    elif job.kind == "archive":
+    if job.kind == "archive":
         status = job.source.stat()
         state = [status.st_size, status.st_mtime_ns]
+    state = [fingerprint(files)] if files else state
     mark = hashlib.sha256(json.dumps([*job.options(), state, fingerprint(held_out)]).encode()).hexdigest()
     with contextlib.suppress(DataError):
         packed = open_packed(dest)
@@ -350,7 +343,11 @@ def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
             return packed.manifest
     _clear(dest)
     try:
-        root = job.source if job.kind == "folder" else _unpack(job, dest, progress)
+        root = job.source
+        if job.kind == "archive":
+            root = archives.extract(job.source, dest / UNPACKED, progress=progress)
+        elif job.kind == "synthetic":
+            synthetic.write_folder(root := dest / UNPACKED, image_size=job.image_size, progress=progress)
         sources = [(root, files or _listed(root)), *([(job.held_out, held_out)] if job.held_out else [])]
         manifest = _build(job, dest, mark, sources, progress)
         if any(list_images(folder) != listed for folder, listed in sources):
@@ -374,14 +371,6 @@ def _clear(dest: Path) -> None:
         (dest / name).unlink(missing_ok=True)
     if (dest / UNPACKED).is_dir():
         shutil.rmtree(dest / UNPACKED)
-
-
-def _unpack(job: Job, dest: Path, progress: Progress | None) -> Path:
-    """Unpack an archive, or write the synthetic images, into ``dest``; return the folder to train on."""
-    if job.kind == "archive":
-        return archives.extract(job.source, dest / UNPACKED, progress=progress)
-    synthetic.write_folder(dest / UNPACKED, image_size=job.image_size, progress=progress)
-    return dest / UNPACKED
 
 
 _Sources = list[tuple[Path, list[ImageFile]]]
