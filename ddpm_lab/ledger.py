@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from ddpm_lab.declared import parsed, reader
+from ddpm_lab.declared import parsed
 from ddpm_lab.files import CHECKOUT, lock, writing
 from ddpm_lab.output import printable
-from ddpm_lab.plan import Plan
-from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema, moment
+from ddpm_lab.record import LedgerError, Machine, OtherSchemaError, RunRecord
 
 PUBLISHED = Path("trace_output", "published")
 """The records that come with the checkout, or are published into another output folder: a file for each machine."""
 FAKE_DRIVER = "fake"
 """The driver of ``tests/fake_cuda``, which no GPU stands behind: nothing computes, so nothing is measured."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +31,6 @@ class Damaged:
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}: {self.reason}; the line is set aside"
-
-
-class Head(NamedTuple):
-    """What tells a record from others, before it is made of its ``text``: most readers want few of many."""
-
-    path: Path
-    line: int
-    text: bytes
-    experiment: str
-    role: str
-    machine: Machine
-    cohort: Cohort
-    date: str
-    network: str
-    device: str
-    image_size: int
-
-
-Select = Callable[[Sequence[Head]], Iterable[Head]]
 
 
 class Ledger:
@@ -80,30 +59,32 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def heads(self) -> tuple[list[Head], list[Damaged]]:
-        """What each record is, in the order they were written, and the lines that could not be read.
-
-        A missing file is an empty ledger. Raises LedgerError for a record of another edition.
-        """
-        if not self.path.exists():
-            return [], []
-        lines = enumerate(self.path.read_bytes().split(b"\n"), 1)
-        return _read(_head, ((self.path, number, line) for number, line in lines if line.strip()))
-
-    def read(self, select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
+    def read(self, having: str = "") -> tuple[list[RunRecord], list[Damaged]]:
         """Records in the order they were written, and the lines that could not be read.
 
-        ``select`` chooses from the heads which records are wanted; None wants all. A missing file is an empty ledger.
-        Raises LedgerError for a record of another edition.
+        Lines without the text ``having`` are passed over. A missing file is an empty ledger. Raises LedgerError for a
+        record of another edition.
         """
-        heads, damaged = self.heads()
-        records, more = load(heads if select is None else select(heads))
-        return records, sorted([*damaged, *more], key=lambda d: d.line)
+        records, damaged = list[RunRecord](), list[Damaged]()
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for number, text in enumerate(lines, 1):
+            if not text.strip() or having.encode() not in text:
+                continue
+            try:
+                records.append(_record(text))
+            except OtherSchemaError as error:
+                raise OtherSchemaError(f"{self.path}, line {number}: {error}") from error
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                damaged.append(Damaged(self.path, number, f"not a record ({error})"))
+        return records, damaged
 
 
-def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
-    """The records of some heads, in their order, and the lines that could not be read."""
-    return _read(_record, (head[:3] for head in heads))
+@lru_cache(maxsize=2**15)
+def _record(text: bytes) -> RunRecord:
+    """The record in a line; a command reads its ledger many times, and each line once."""
+    record = RunRecord.from_dict(_values(text))
+    _refuse_fake(record.machine)
+    return record
 
 
 def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
@@ -114,12 +95,10 @@ def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
         place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
         return (*place, r.machine.key, r.code_version, r.plan.key, str(r.stages))
 
-    first = {mark(r): r for r in reversed(records)}
-    return [r for r in records if first[mark(r)] is r]
-
-
-def _record(_path: Path, _number: int, text: bytes) -> RunRecord:
-    return RunRecord.from_dict(_values(text))
+    first: dict[tuple[object, ...], RunRecord] = {}
+    for r in records:
+        first.setdefault(mark(r), r)
+    return list(first.values())
 
 
 def _values(text: bytes) -> dict[str, Any]:
@@ -140,71 +119,33 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def _read(
-    make: Callable[[Path, int, bytes], T], lines: Iterable[tuple[Path, int, bytes]]
-) -> tuple[list[T], list[Damaged]]:
-    made, damaged = [], []
-    for path, number, text in lines:
-        try:
-            made.append(make(path, number, text))
-        except OtherSchemaError as error:
-            raise OtherSchemaError(f"{path}, line {number}: {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            damaged.append(Damaged(path, number, f"not a record ({error})"))
-    return made, damaged
-
-
-def _head(path: Path, number: int, text: bytes) -> Head:
-    check_schema(values := parsed(text))
-    config, where = values["config"], values["environment"]
-    moment(date := where["date"])
-    machine, plan = _made(Machine, json.dumps(where["machine"])), _made(Plan, json.dumps(values["plan"]))
-    _refuse_fake(machine)
-    cohort = (machine.key, str(values["code_version"]), str(config["data_sha256"]), plan.key)
-    of = str(config["network"]), str(config["device"]), int(config["image_size"])
-    return Head(path, number, text, str(values["experiment"]), str(values["role"]), machine, cohort, date, *of)
-
-
 def _refuse_fake(machine: Machine) -> None:
     if machine.driver == FAKE_DRIVER:
         raise LedgerError("a record is of the tests' fake CUDA, which computes nothing: measure on a real GPU")
 
 
-@lru_cache(maxsize=512)
-def _made(kind: type[T], text: str) -> T:
-    made: T = reader(kind)(json.loads(text), "")
-    return made
+def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[Damaged]]:
+    """Records of several ledgers, in order; one that is there again counts once (``distinct``).
 
-
-def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
-    """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
-
-    A record that is there again counts once (``distinct``). Raises LedgerError if a file does not exist, or has lines
-    and none of them is a record.
+    Raises LedgerError if a file does not exist, or has lines and none of them is a record.
     """
-    heads: list[Head] = []
-    damaged: list[Damaged] = []
+    records, damaged = list[RunRecord](), list[Damaged]()
     for path in paths:
         if not Path(path).is_file():
             raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")
-        more, bad = Ledger(path).heads()
+        more, bad = Ledger(path).read()
         if bad and not more:
             none = f"no record is in its {len(bad)} line{'s' * (len(bad) > 1)}"
             raise LedgerError(f"{path} is no ledger, {none}: give a .jsonl file written by this lab")
-        heads += more
+        records += more
         damaged += bad
-    records, bad = load(heads if select is None else select(heads))
-    return distinct(records), damaged + bad
+    return distinct(records), damaged
 
 
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:
-    """The trials of every machine whose records are published: what they say of quality holds elsewhere too."""
+    """The trials of every machine whose records are published: what they say of quality holds elsewhere too.
+
+    Told by their text, since most of these megabytes are windows of other records.
+    """
     files = sorted((output / PUBLISHED).glob("*.jsonl"))
-    return tuple(trial for file in files for trial in _trials_of(file, file.stat().st_mtime_ns))
-
-
-@lru_cache
-def _trials_of(file: Path, _changed: int) -> list[RunRecord]:
-    """Told by their text, since most of these megabytes are windows of other records."""
-    lines = ((file, n, line) for n, line in enumerate(file.read_bytes().split(b"\n"), 1))
-    return _read(_record, (line for line in lines if b'"role":"quality"' in line[2]))[0]
+    return tuple(trial for file in files for trial in Ledger(file).read('"role":"quality"')[0])

@@ -312,6 +312,9 @@ class RunRecord:
     look: Annotated[dict[str, Any], PARTS] | None = None
     schema: int = SCHEMA
 
+    def __hash__(self) -> int:
+        return hash((self.set_id, self.label, self.date))
+
     @property
     def run_id(self) -> str:
         return self.config.run_id

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
+from ddpm_lab.ledger import Damaged, published_trials, read_all
 from ddpm_lab.output import say
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 
@@ -78,7 +78,7 @@ def study(
     one measured last. Raises LedgerError where ``machine`` names none or several, or is needed because the records come
     from several.
     """
-    told = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    told = chosen(records, experiment, machine=machine, cohort=cohort)
     others, trials = ([r for r in told if (r.role == TRIAL) is tried and r.role != LOOK] for tried in (False, True))
     data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
@@ -102,11 +102,10 @@ def rank_zero(record: RunRecord) -> dict[str, Any]:
     return dict((record.witness.get("ranks") or [{}])[0])
 
 
-T = TypeVar("T", RunRecord, Head)
-
-
-def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
-    """Select the records, or heads of them, that ``study`` shows. Trials and looks come last."""
+def chosen(
+    told: Iterable[RunRecord], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None
+) -> list[RunRecord]:
+    """Select the records that ``study`` shows. Trials and looks come last."""
     found = list(told)
     if found:
         key = machine_key(found, machine)
@@ -127,28 +126,29 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
     return shown + looks
 
 
-def about(heads: Sequence[Head], **of: str | int | None) -> list[Head]:
-    """Heads of records ``of`` a network, device, image size or data, where these are given; of all trials and looks."""
+def about(records: Sequence[RunRecord], **of: str | int | None) -> list[RunRecord]:
+    """Records ``of`` a network, device, image size or data, where these are given; and all trials and looks."""
 
-    def fits(head: Head) -> bool:
-        told = {"network": head.network, "device": head.device, "image_size": head.image_size, "data": head.cohort[2]}
+    def fits(record: RunRecord) -> bool:
+        told = {name: getattr(record.config, name) for name in ("network", "device", "image_size")}
+        told["data"] = record.config.data_sha256
         return all(value in (None, told[name]) for name, value in of.items())
 
-    return [h for h in heads if h.role in (TRIAL, LOOK) or fits(h)]
+    return [r for r in records if r.role in (TRIAL, LOOK) or fits(r)]
 
 
-def with_looks(kept: Iterable[Head], heads: Sequence[Head]) -> list[Head]:
-    """Those of ``heads`` that are ``kept``, and all looks of their machines: whatever they are at tells of scatter."""
+def with_looks(kept: Iterable[RunRecord], records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The records that are ``kept``, and all looks of their machines: whatever they are at tells of scatter."""
     kept = set(kept)
-    machines = {h.machine.key for h in kept}
-    return [h for h in heads if h in kept or (h.role == LOOK and h.machine.key in machines)]
+    machines = {r.machine.key for r in kept}
+    return [r for r in records if r in kept or (r.role == LOOK and r.machine.key in machines)]
 
 
-def _by_experiment(records: Sequence[T]) -> list[list[T]]:
+def _by_experiment(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 
 
-def machine_key(records: Sequence[T], wanted: str | None) -> str:
+def machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
     """The key of the machine that is ``wanted``, or of the only one. Raises LedgerError for none, or several."""
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
@@ -163,7 +163,7 @@ def machine_key(records: Sequence[T], wanted: str | None) -> str:
     return fits[0]
 
 
-def _one_cohort(records: Sequence[T], cohort: Cohort | None = None) -> list[T]:
+def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> list[RunRecord]:
     """Records of ``cohort``, or of the one measured last; a smoke run hides no other of the same code and images."""
     if not records:
         return []
@@ -182,15 +182,16 @@ def read_study(
     output: Path,
     *,
     machine: str | None = None,
-    among: Callable[[Sequence[Head]], Sequence[Head]] = lambda heads: heads,
+    among: Callable[[Sequence[RunRecord]], Sequence[RunRecord]] = lambda records: records,
 ) -> Study:
     """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``chosen``.
 
     Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
     """
-    records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
+    records, damaged = read_all(files)
     note(damaged)
-    return replace(study(records, name, machine=machine, output_dir=output), published_trials=published_trials())
+    found = study(among(records), name, machine=machine, output_dir=output)
+    return replace(found, published_trials=published_trials())
 
 
 def note(damaged: Iterable[Damaged]) -> None:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.ledger import Head, Ledger
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, gradient_fault, seconds_by_turn, set_log_ratio
 
@@ -149,14 +149,13 @@ def held_of(
     data = {c.data_sha256 for c in experiment.configurations}
     wanted = {t.config.run_id for t in experiment.trials}
 
-    def mine(head: Head) -> bool:
-        machine, version, sha256, plan_key = head.cohort
+    def mine(r: RunRecord) -> bool:
+        machine, version, sha256, plan_key = r.cohort
         if (machine, version) != (machine_key, code) or sha256 not in data:
             return False
-        return bool(wanted) if head.role == "quality" else (head.experiment, plan_key) == (experiment.name, plan.key)
+        return r.run_id in wanted if r.role == "quality" else (r.experiment, plan_key) == (experiment.name, plan.key)
 
-    found, _ = ledger.read(lambda heads: filter(mine, heads))
-    return Held((r for r in found if r.role != "quality" or r.run_id in wanted), disturbed=disturbed)
+    return Held(filter(mine, ledger.read()[0]), disturbed=disturbed)
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import NormalDist, fmean, variance
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.ledger import Ledger, load
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held, Members
 from ddpm_lab.plan import LEAST_SETS, RESOLUTION, USUAL_TURNS, Experiment, Family, Plan, Trial
 from ddpm_lab.record import TWIN, RunRecord, crowded, turn_log_ratios
@@ -66,9 +66,9 @@ class Shortfall:
     @cached_property
     def scatter(self) -> tuple[float, float]:
         """Standard deviations of turns in a set and of sets, from the twins of this machine's latest quiet sets."""
-        heads = [h for h in self._ledger.heads()[0] if h.machine.key == self._machine_key]
+        here = [r for r in self._ledger.read()[0] if r.machine.key == self._machine_key]
         sets: dict[str, Members] = defaultdict(dict)
-        for r in load([h for h in heads if h.role in ("baseline", TWIN)][-RECENT_RECORDS:])[0]:
+        for r in [r for r in here if r.role in ("baseline", TWIN)][-RECENT_RECORDS:]:
             if r.windows:
                 sets[r.set_id][r.role] = r
         pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]

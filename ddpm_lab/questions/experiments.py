@@ -29,7 +29,7 @@ from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import COMPARED, comparisons
 from ddpm_lab.explain.selection import LOOK, TRIAL, Study, note, study
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder
-from ddpm_lab.ledger import PUBLISHED, Head, Ledger, distinct, published_trials
+from ddpm_lab.ledger import PUBLISHED, Ledger, distinct, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
@@ -101,8 +101,8 @@ def _tell_idle(name: str, settings: Mapping[str, Any], *used: str, how: str) -> 
 def measured_here(name: str, output_dir: str | Path | None, *, workload: str | None = None, **of: Any) -> Study:
     """The records of this machine that answer a question, ``of`` a network and device; none where there are none."""
     output, here = output_folder(output_dir), hardware.machine().key
-    heads = [h for h in of_training(Ledger(output / LEDGER).heads()[0], workload) if h.machine.key == here]
-    if not any(name in (h.experiment, RECOMMENDATION) for h in heads):
+    mine = [r for r in of_training(Ledger(output / LEDGER).read()[0], workload) if r.machine.key == here]
+    if not any(name in (r.experiment, RECOMMENDATION) for r in mine):
         return study([], name, output_dir=output)
     return _stored(name, output, None, here, workload=workload, **of)
 
@@ -113,12 +113,15 @@ def _published(name: str, output: Path, network: str | None, usual: str) -> Stud
     Those of a ``network`` that is asked for, or else among published ones of the ``usual`` one, go before others.
     """
     files, here = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl")), hardware.machine().key
-    heads = [(h, file) for file in files for h in Ledger(file).heads()[0] if h.experiment == name and h.role != TRIAL]
+    about = f'"experiment":"{name}"'
+    others = [(r, file) for file in files for r in Ledger(file).read(about)[0] if r.role != TRIAL]
     for of, of_published in ((network, network or usual), (None, usual), (None, None)):
         if (mine := measured_here(name, output, network=of)).records:
             return mine
         told = [
-            (h.machine.key == here, h.date, f, h.machine.key) for h, f in heads if of_published in (None, h.network)
+            (r.machine.key == here, r.date, f, r.machine.key)
+            for r, f in others
+            if of_published in (None, r.config.network)
         ]
         if told:
             *_, file, key = max(told)
@@ -130,13 +133,13 @@ def study_of(measured: Campaign) -> Study:
     """The records that answer what was measured."""
     (machine, code, _, plan_key), name = measured.cohort, measured.experiment.name
 
-    def mine(h: Head) -> bool:
-        beside = name in selection.BESIDE_OTHERS and not h.cohort[2].startswith(OWN_DATA)
-        return h.machine.key == machine and (h.experiment == name or h.role in (TRIAL, LOOK) or beside)
+    def mine(r: RunRecord) -> bool:
+        beside = name in selection.BESIDE_OTHERS and not r.cohort[2].startswith(OWN_DATA)
+        return r.machine.key == machine and (r.experiment == name or r.role in (TRIAL, LOOK) or beside)
 
-    records, damaged = measured.ledger.read(lambda heads: [h for h in heads if mine(h)])
+    records, damaged = measured.ledger.read()
     note(damaged)
-    records = distinct(records)
+    records = distinct([r for r in records if mine(r)])
     configurations, output = measured.experiment.configurations, measured.output
     if name == "compare":  # where each of the two may have been the other's baseline before
         records = [r for r in records if r.role in (LOOK, TRIAL) or r.baseline_id == configurations[0].run_id]
@@ -216,10 +219,10 @@ def _images_of(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
     return {"data": read_manifest(folder).content_hash} if is_prepared(folder) else {}
 
 
-def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
-    """Heads of records of a training of the user's; without a name, of everything but such."""
+def of_training(records: Sequence[RunRecord], workload: str | None) -> list[RunRecord]:
+    """Records of a training of the user's; without a name, of everything but such."""
     begin = OWN_DATA if workload is None else own_data(workload)
-    return [head for head in heads if head.cohort[2].startswith(begin) == (workload is not None)]
+    return [r for r in records if r.cohort[2].startswith(begin) == (workload is not None)]
 
 
 def _stored(
@@ -231,16 +234,16 @@ def _stored(
     """
     files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
 
-    def mine(heads: Sequence[Head]) -> list[Head]:
-        if machine is not None and heads:
-            key = selection.machine_key(heads, machine)
-            heads = [h for h in heads if h.machine.key == key]
+    def mine(records: Sequence[RunRecord]) -> list[RunRecord]:
+        if machine is not None and records:
+            key = selection.machine_key(records, machine)
+            records = [r for r in records if r.machine.key == key]
         other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
-        asked = [h for h in heads if h.experiment == name or (other and h.experiment not in other)]
-        found = of_training(heads, workload)
-        if workload is None and of.get("network") is None and asked and not any(h in asked for h in found):
-            found = [h for h in heads if h.cohort[2] == asked[-1].cohort[2]]
-        return selection.about(selection.with_looks(found, heads), **of)
+        asked = [r for r in records if r.experiment == name or (other and r.experiment not in other)]
+        found = of_training(records, workload)
+        if workload is None and of.get("network") is None and asked and set(asked).isdisjoint(found):
+            found = [r for r in records if r.cohort[2] == asked[-1].cohort[2]]
+        return selection.about(selection.with_looks(found, records), **of)
 
     return selection.read_study(files, name, output, machine=machine, among=mine)
 
@@ -369,9 +372,8 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     """Return the cells that may win, by the trials in the ledger and published ones; without SciPy nothing is known."""
     if missing_to_explain():
         return search.admissible(space, lambda _: "")
-    records, _ = campaign.ledger.read(
-        lambda heads: [h for h in heads if (h.role, h.machine.key) == (TRIAL, campaign.machine_key)]
-    )
+    trial = (TRIAL, campaign.machine_key)
+    records = [r for r in campaign.ledger.read()[0] if (r.role, r.machine.key) == trial]
     here = [r.config.data_sha256 == space.baseline.data_sha256 for r in records]
     mine, others = ([r for r, its in zip(records, here, strict=True) if its is same] for same in (True, False))
     trials, code = quality.Trials(mine, published_trials(), others), campaign.instrument.code.key
@@ -388,7 +390,7 @@ def find(
     progress, space, cohort = campaign.progress, campaign.experiment.space, campaign.cohort
     assert space is not None
     (family,), cells, base = campaign.experiment.families, space.cells, space.baseline
-    records, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.experiment == SEARCH and h.cohort == cohort])
+    records = [r for r in campaign.ledger.read()[0] if r.experiment == SEARCH and r.cohort == cohort]
     found, most = search.observations(records, base.run_id), min(MOST_SETS, search.most_sets(len(among)))
     if preset == "smoke":
         eager = [c for c in among if cells[c].compile == "off"]
@@ -423,7 +425,7 @@ def _note_space(campaign: Campaign, space: Space) -> None:
     record = campaign.told("space", family.name, label, space.baseline, space.baseline)
     record = dataclasses.replace(record, space=space.as_dict())
     here = ("space", record.machine.key, record.code_version)
-    told, _ = campaign.ledger.read(lambda heads: [h for h in heads if (h.role, h.machine.key, h.cohort[1]) == here])
+    told = [r for r in campaign.ledger.read()[0] if (r.role, *r.cohort[:2]) == here]
     said = attrgetter("family", "space", "run_id", "plan")
     if not told or said(told[-1]) != said(record):
         campaign.ledger.append([record])

@@ -17,7 +17,7 @@ from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
-from ddpm_lab.ledger import Ledger, load
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.cluster import current
@@ -265,12 +265,13 @@ def cores_of(
     if device == "cuda" or most == 1 or asked.preset == "smoke":  # which calls nothing
         return most
     names, here = (SEARCH, RECOMMENDATION) if name == SEARCH else (name,), hardware.machine().key
-    mine = [h for h in ledger.heads()[0] if h.experiment in names and h.machine.key == here]
+    mine = [r for r in ledger.read()[0] if r.experiment in names and r.machine.key == here]
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
-    mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
+    code = None if own else instrument.code.key
+    mine = [r for r in mine if own == r.cohort[2].startswith(OWN_DATA) and code in (None, r.code_version)]
 
     def alike(*roles: str) -> list[RunRecord]:
-        found = load(h for h in mine if h.role in roles and h.cohort[3] == target.plan.key)[0]
+        found = [r for r in mine if r.role in roles and r.plan.key == target.plan.key]
         found = [r for r in found if (r.config.work_name, r.config.device) == (work, "cpu")]
         return [r for r in found if batch in (None, r.config.global_batch_size)]
 
@@ -301,14 +302,14 @@ def _checked(cores: int, most: int) -> int:
 def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -> str:
     """In what a CPU compiles a network, or the user's training: as in earlier sets, bf16 if called faster, or fp32."""
     here = (hardware.machine().key, instrument.code.key)
-    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == here]
+    mine = [r for r in ledger.read()[0] if r.cohort[:2] == here]
     wanted = ("torch_compile", "baseline", plan.key)
-    before, _ = load([h for h in mine if (h.experiment, h.role, h.cohort[3]) == wanted])
+    before = [r for r in mine if (r.experiment, r.role, r.plan.key) == wanted]
     if earlier := [r.config.precision for r in before if (r.config.work_name, r.config.device) == (work, "cpu")]:
         return earlier[-1]
     if missing_to_explain():
         return "fp32"
-    records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
+    records = [r for r in mine if r.experiment == "amp" or r.role == LOOK]
     records = [r for r in records if r.role == LOOK or (r.config.work_name, r.config.device) == (work, "cpu")]
     found = all_cores_first(comparisons(study(records, "amp"))) if records else []
     return "bf16" if any(c.primary and c.verdict == stats.FASTER for c in found) else "fp32"
@@ -367,9 +368,9 @@ def plan_pair(
 def _cores_of_pair(pair: Pair, planned: Campaign) -> int:
     """Cores to compare two configurations with: those of an earlier answer of this code, or those that are free."""
     by_id = {on_cores(pair[0], n).run_id: n for n in range(1, hardware.usable_cores() + 1)}
-    wanted, heads = ("compare", "look", *planned.cohort[:2]), planned.ledger.heads()[0]
-    mine = [h for h in heads if (h.experiment, h.role, *h.cohort[:2]) == wanted]
-    if known := [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id and _answers(r)]:
+    wanted, records = ("compare", "look", *planned.cohort[:2]), planned.ledger.read()[0]
+    mine = [r for r in records if (r.experiment, r.role, *r.cohort[:2]) == wanted]
+    if known := [by_id[r.run_id] for r in mine if r.run_id in by_id and _answers(r)]:
         return max(known)
     with measuring(planned.progress.always):
         return free_cores()

@@ -21,9 +21,9 @@ import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
 from ddpm_lab.declared import parsed
-from ddpm_lab.explain.selection import RECOMMENDATION, about, chosen, study
+from ddpm_lab.explain.selection import RECOMMENDATION, about, study
 from ddpm_lab.files import LEDGER, read_settings, replace
-from ddpm_lab.ledger import Ledger, load, published_trials
+from ddpm_lab.ledger import Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed
@@ -246,12 +246,12 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
     """
     machine = hardware.machine().key
     with suppress(ModuleNotFoundError, ValueError, OSError):
-        heads = [h for h in Ledger(output / LEDGER).heads()[0] if h.machine.key == machine]
-        mine = [h for h in heads if not h.cohort[2].startswith(OWN_DATA)]
+        here = [r for r in Ledger(output / LEDGER).read()[0] if r.machine.key == machine]
+        mine = [r for r in here if not r.cohort[2].startswith(OWN_DATA)]
         mine = about(mine, network=config.network, device=config.device)
-        if not any(h.role == "space" for h in mine):
+        if not any(r.role == "space" for r in mine):
             return None
-        measured = study(load(chosen(mine, RECOMMENDATION, machine=machine))[0], RECOMMENDATION, machine=machine)
+        measured = study(mine, RECOMMENDATION, machine=machine)
         told = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
         if told is None or not told.count:
             return None

@@ -24,7 +24,7 @@ from ddpm_lab.explain.charts import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.selection import LOOK, RECOMMENDATION, Study, study
 from ddpm_lab.files import CHECKOUT, check_room, replace
-from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all, with_texts
+from ddpm_lab.ledger import PUBLISHED, Ledger, published_trials, read_all, with_texts
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.questions.ask import answer, every_question
 from ddpm_lab.questions.experiments import of_training
@@ -43,7 +43,8 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     Raises LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none
     is named.
     """
-    records, damaged = read_all(ledgers, lambda heads: selection.with_looks(_shown(heads, machine), heads))
+    told, damaged = read_all(ledgers)
+    records = selection.with_looks(_shown(told, machine), told)
     if not records:
         raise LedgerError(
             f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
@@ -55,15 +56,12 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
     """Replace the published records of one machine by these, and draw those of its figures that a page shows."""
-
-    def select(heads: Sequence[Head]) -> list[Head]:
-        shown = set(_shown(heads, machine))
-        # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
-        data = {(h.machine.key, h.cohort[2]) for h in shown}
-        trials = {h for h in heads if h.role == "quality" and h.experiment in SHOWN}
-        return [h for h in heads if h in shown or (h in trials and (h.machine.key, h.cohort[2]) in data)]
-
-    chosen = anonymous(read_all(ledgers, select)[0])
+    told, _ = read_all(ledgers)
+    shown = set(_shown(told, machine))
+    # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
+    data = {(r.machine.key, r.cohort[2]) for r in shown}
+    trials = {r for r in told if r.role == "quality" and r.experiment in SHOWN}
+    chosen = anonymous([r for r in told if r in shown or (r in trials and (r.machine.key, r.cohort[2]) in data)])
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     slug = re.sub(r"[^a-z0-9]+", "-", chosen[-1].machine.name.lower()).strip("-")
@@ -131,14 +129,14 @@ def same_picture(one: bytes, other: bytes) -> bool:
     return False
 
 
-def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
-    """Heads of the records that some figure shows, in their order: a question's of the lab where it has any."""
-    key = selection.machine_key(heads, machine) if heads else ""
-    labs = of_training([h for h in heads if h.machine.key == key], None)
-    asked = {h.experiment for h in labs if h.role not in ("note", LOOK)}
-    mine = [*labs, *(h for h in heads if h.machine.key == key and h.experiment not in asked)]
-    wanted = {h for h in selection.chosen(mine, RECOMMENDATION) if h.experiment in SHOWN}
-    return [h for h in heads if h in wanted]
+def _shown(records: Sequence[RunRecord], machine: str | None) -> list[RunRecord]:
+    """The records that some figure shows, in their order: a question's of the lab where it has any."""
+    key = selection.machine_key(records, machine) if records else ""
+    labs = of_training([r for r in records if r.machine.key == key], None)
+    asked = {r.experiment for r in labs if r.role not in ("note", LOOK)}
+    mine = [*labs, *(r for r in records if r.machine.key == key and r.experiment not in asked)]
+    wanted = {r for r in selection.chosen(mine, RECOMMENDATION) if r.experiment in SHOWN}
+    return [r for r in records if r in wanted]
 
 
 def _studies(
