@@ -14,7 +14,7 @@ from fresh_processes import context
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import campaign, hardware
 from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import calibrate as module
@@ -33,8 +33,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
 def test_it_takes_the_cores_that_are_free_and_fails_where_every_set_was_disturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, others: float, threads: int | None
 ) -> None:
-    def measure_set(instrument: Instrument, *, members: list[Member], plan: Plan, **told: Any) -> list[RunRecord]:
-        assert instrument.usable_cores == 2
+    def measure_set(instrument: Instrument, *, members: list[Member], plan: Plan, **how: Any) -> list[RunRecord]:
+        assert (instrument.usable_cores, plan.turns, how["gives_up"]) == (2, 12, False)
+        told: dict[str, Any] = {name: how[name] for name in ("experiment", "family")}
         window = make.sets({}, count=1, turns=1)[0].windows[0]
         told |= {"plan": plan, "windows": (replace(window, others_cores=others),)}
         told |= {"baseline_id": members[0].config.run_id}
@@ -42,7 +43,7 @@ def test_it_takes_the_cores_that_are_free_and_fails_where_every_set_was_disturbe
 
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     monkeypatch.setattr(module, "free_cores", lambda: free)
-    monkeypatch.setattr(module, "measure_set", measure_set)
+    monkeypatch.setattr(campaign, "measure_set", measure_set)
     how: dict[str, Any] = {"minutes": 1e-6, "device": "cpu", "output_dir": tmp_path, "quiet": True}
     if threads is None:
         with pytest.raises(LedgerError, match="every set"):

@@ -6,7 +6,6 @@ Every calibration measures afresh, since what it asks is how the machine measure
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,12 +20,12 @@ from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import values
-from ddpm_lab.files import LEDGER, output_folder
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.files import output_folder
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.sets import Member, measure_set
-from ddpm_lab.plan import USUAL_TURNS, Plan
+from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan
 from ddpm_lab.questions.planning import instrument_for
 from ddpm_lab.record import TWIN, LedgerError, RunRecord
 from ddpm_lab.training.setting import usual_device
@@ -48,32 +47,29 @@ def calibrate(
     """
     if not (number(minutes) and 0 < minutes < 1e6):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
-    output = output_folder(output_dir)
-    show = Progress(EXPERIMENT, quiet=quiet)
-    instrument = instrument_for(output, show)
-    ledger = Ledger(output / LEDGER)
-    plan = Plan(turns=USUAL_TURNS)
-    family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
+    output, show = output_folder(output_dir), Progress(EXPERIMENT, quiet=quiet)
+    instrument, date = instrument_for(output, show), datetime.now().astimezone().isoformat(timespec="seconds")
     with measuring(show.always):
         device, cores = usual_device(device), instrument.usable_cores
         free = free_cores() if device == "cpu" else cores
         how: dict[str, Any] = {"device": device, "global_batch_size": 1, "threads": free if free < cores else 0}
         one, more = (RunConfig(workload=WORKLOAD, options=(("pieces", n),), **how) for n in (PIECES, PIECES + EXTRA))
-        members = [Member("baseline", "baseline", one), Member("twin", "baseline again", one)]
-        members.append(Member("candidate", f"{EXTRA} % more work", more))
-        begun, sets = time.monotonic(), list[list[RunRecord]]()
-        while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
-            left = max(0.0, minutes * 60 - (time.monotonic() - begun))
-            show.prefix = f"set {len(sets) + 1}, {left:.0f} s left;"
-            sets.append(measure_set(instrument, experiment=EXPERIMENT, family=family, plan=plan, members=members))
-            ledger.append(sets[-1])
-            failed = [r for records in sets for r in records if r.status != "ok"]
+        rows, name = ((f"{EXTRA} % more work", more),), f"calibration of {date}"
+        family = Family(name=name, baseline=one, baseline_label="baseline", candidates=rows)
+        target = Target(plan=Plan(turns=USUAL_TURNS), sets=1, seconds=60 * minutes)
+        asked = Experiment(name=EXPERIMENT, families=(family,))
+        campaign, records, took = Campaign(asked, target, instrument, output, show), list[RunRecord](), 0.0
+        while (left := campaign.seconds_left()) >= took or not records:
+            show.prefix = f"set {campaign.measured_sets + 1}, {max(0.0, left):.0f} s left;"
+            records += campaign.add_set(family, rows)
+            took = (target.seconds - campaign.seconds_left()) / campaign.measured_sets
+            failed = [r for r in records if r.status != "ok"]
             if len(failed) >= MOST_FAILURES:
                 raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
-    found = calibration([r for records in sets for r in records])
+    found = calibration(records)
     if found is None:
         raise LedgerError("in every set of the calibration a side failed, or other processes took cores: try again")
-    show.done(f"{phrases.plural(len(sets), 'set')} in {(time.monotonic() - begun) / 60:.1f} min")
+    show.done(f"{phrases.plural(campaign.measured_sets, 'set')} in {campaign.measured_sets * took / 60:.1f} min")
     return found
 
 
