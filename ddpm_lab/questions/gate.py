@@ -7,7 +7,6 @@ times them is one and the same, or nothing is measured.
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,16 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.table import literal
 from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.measure.code_version import CodeVersion, in_repository, is_library
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
 from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of
-from ddpm_lab.questions.scripts import WORKING_TREE
 from ddpm_lab.training.setting import code_of, usual_device
 
+WORKING_TREE = "working tree"
 INSTRUMENT = ("ddpm_lab.measure.", "ddpm_lab.config")
 """How the names of modules begin that both sides must have in common: what measures, and what settings mean."""
 
@@ -50,13 +49,18 @@ def compare_revisions(
     resolution, minutes, sets and cores. Code that is the same passes unmeasured. Raises ConfigError where there is no
     such repository or revision, a side cannot be run, or what times them differs.
     """
-    if scripts.is_command(step):
-        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        found = scripts.compare_commands(str(step), against=against, **how, **limits)
-        same = f"all that {step} loads is the same in the {WORKING_TREE} and in {against}, so nothing was measured"
-        return found or _said(IDENTICAL, f"{same}; data that it reads does not count")
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
+    if scripts.is_command(step):
+        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
+        with repository.worktree(commit) as folder:
+            here = folder / Path.cwd().resolve().relative_to(repository.root)
+            if not here.is_dir():
+                raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
+            tree = Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
+            how |= {"names": (against, WORKING_TREE), "revision": (tree, folder), **limits}
+            found = scripts.compare_commands(str(step), str(step), **how)
+        return found or _same(f"all that {step} loads is", against)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
 
     def configure(step: str | None, place: str) -> RunConfig:
@@ -74,14 +78,10 @@ def compare_revisions(
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        first, second = (_contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
+        first, second = (scripts.contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
         changed = sorted({name for name, _ in first ^ second})  # what differs, or what only one of them has
         if not changed and candidate == baseline:
-            return _said(
-                IDENTICAL,
-                f"{candidate.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
-                f"({tree.revision}), so nothing was measured; data that it reads does not count",
-            )
+            return _same(f"{candidate.workload} and all that it imports are", f"{against} ({tree.revision})")
         if timing := [module for module in changed if module.startswith(INSTRUMENT)]:
             raise ConfigError(
                 f"the measuring code itself is another in {against} ({', '.join(timing)}), and two instruments give no "
@@ -94,13 +94,6 @@ def compare_revisions(
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
-
-
-def _contents(code: CodeVersion, worktree: Path, root: Path) -> set[tuple[str, str]]:
-    """Each module and file of settings, and its hash; those of a worktree bear the names of their counterparts."""
-    modules = {(name, source.sha256) for name, source in code.sources.items()}
-    files = {(source.file.replace(f"{worktree}/", f"{root}/"), source.sha256) for source in code.settings}
-    return modules | {(os.path.relpath(file, root), sha256) for file, sha256 in files}
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
@@ -193,6 +186,11 @@ def outcome(answer: Answer, threshold: float) -> Outcome:
 
 def _said(status: str, text: str) -> Outcome:
     return Outcome(status=status, sentence=f"{status}: {text}")
+
+
+def _same(what: str, against: str) -> Outcome:
+    where = f"the same in the {WORKING_TREE} and in {against}, so nothing was measured"
+    return _said(IDENTICAL, f"{what} {where}; data that it reads does not count")
 
 
 def summary(answer: Answer, judged: Outcome) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,11 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
-from ddpm_lab.measure.worktree import Repository
 from ddpm_lab.output import say
 from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device
 
-WORKING_TREE = "working tree"
 LONGEST_LABEL = 60
 WORK = ("parameters", "weights", "world_size")  # where the sides differ in one of these, one step may not be equal work
 SCRIPTS = (".sh", ".py")  # how the names of files end that say what a command does; others begin with #!
@@ -139,9 +137,10 @@ def look(
 
 def compare_commands(
     baseline: str,
-    candidate: str | None = None,
+    candidate: str,
     *,
-    against: str | None = None,
+    names: tuple[str, str] | None = None,
+    revision: tuple[Tree, Path] | None = None,
     per_step: Sequence[int] = (1,),
     optimizer: str | None = None,
     as_is: bool = False,
@@ -151,69 +150,48 @@ def compare_commands(
     quiet: bool = False,
     **limits: Any,
 ) -> Campaign | None:
-    """Measure two command lines, or one as it is here against a revision of its repository; ``limits`` as in compare.
+    """Measure two command lines, the first in a ``revision`` if one is given; ``limits`` as in compare.
 
-    ``per_step`` are the images of a step, of each side or of both. None where a revision runs the same code. Raises
-    ConfigError where a side does not make a few steps here.
+    The revision is its tree, and the folder that holds all of it. ``per_step`` are the images of a step, of each side
+    or of both. None where a revision runs the same code. Raises ConfigError where a side does not make a few steps
+    here.
     """
     output = output_folder(output_dir)
     if len(per_step) > 2:
         raise ConfigError(f"per_step is {tuple(per_step)}: give the images of a step of both sides, or of A and of B")
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
-    images = (per_step[0], per_step[-1])
+    images, (tree, worktree) = (per_step[0], per_step[-1]), revision or (None, Path())
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}
-    names = labels(baseline, candidate) if candidate else (str(against), WORKING_TREE)
-    one, two = (
-        configuration(command, place, images=count, **how)
-        for command, place, count in ((baseline, "A", images[0]), (candidate or baseline, "B", images[1]))
-    )
+    one = configuration(baseline, "A", images=images[0], **how)
+    two = configuration(candidate, "B", images=images[1], **how)
     # All cores where a side chooses its threads itself; otherwise those that are free.
     itself = any(c.option("as_is", False) or sets_threads(c.command, Path.cwd()) for c in (one, two))
     if cores is not None and itself:
         raise ConfigError(f"cores is {cores}, and a side chooses its threads itself: leave it out")
-    with _revision(against) as tree:
-        one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
-        two, beside, other = look(two, instrument, "B")
-        if tree and not any(in_repository(file, tree.apart) for file in other["files"]):
-            raise ConfigError(
-                f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
-                "imports by its own folder, and no installed package"
-            )
-        if tree and _contents(code, Path.cwd()) == _contents(beside, Path.cwd()):
-            return None
-        if not quiet:
-            for line in unequal(ran, other, images):
-                say(f"note: {line}", error=True)
-        cores = hardware.usable_cores() if itself else cores
-        how = {"output": output, "quiet": quiet, "cores": cores, **limits}
-        key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
-        code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
-        return plan_pair((one, two), names, code=code, **how).measure()
+    one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
+    two, beside, other = look(two, instrument, "B")
+    if tree and not any(in_repository(file, tree.apart) for file in other["files"]):
+        raise ConfigError(
+            f"nothing that {baseline} loads belongs to the repository {tree.apart}: give a script of it, which "
+            "imports by its own folder, and no installed package"
+        )
+    if tree and contents(code, worktree, tree.apart) == contents(beside, worktree, tree.apart):
+        return None
+    if not quiet:
+        for line in unequal(ran, other, images):
+            say(f"note: {line}", error=True)
+    cores = hardware.usable_cores() if itself else cores
+    key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
+    code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
+    how = {"code": code, "output": output, "quiet": quiet, "cores": cores, **limits}
+    return plan_pair((one, two), names or labels(baseline, candidate), **how).measure()
 
 
-@contextlib.contextmanager
-def _revision(against: str | None) -> Iterator[Tree | None]:
-    """A revision of the repository around here, of which the counterpart of the working folder comes first."""
-    if against is None:
-        yield None
-        return
-    repository = Repository.around(Path.cwd())
-    commit = repository.commit(against)
-    with repository.worktree(commit) as folder:
-        here = folder / Path.cwd().resolve().relative_to(repository.root)
-        if not here.is_dir():
-            raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
-        yield Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
-
-
-def _contents(code: CodeVersion, here: Path) -> set[tuple[str, str]]:
-    """Each file and its hash; a file of a revision bears the name of its counterpart ``here``."""
-
-    def name(file: str) -> str:
-        there = os.path.normpath(here / os.path.relpath(file, code.tree.folders[0] if code.tree else here))
-        return there if code.tree is None or Path(there).is_relative_to(code.tree.apart) else file
-
-    return {(name(file), source.sha256) for file, source in code.sources.items() if not is_library(file)}
+def contents(code: CodeVersion, worktree: Path, root: str | Path) -> set[tuple[str, str]]:
+    """Each module, or file below ``root``, and its hash; files of a worktree bear the names of their counterparts."""
+    named = [*code.sources.items(), *((source.file, source) for source in code.settings)]
+    here = [(name.replace(f"{worktree}/", f"{root}/"), s.sha256) for name, s in named if not is_library(name)]
+    return {(os.path.relpath(name, root) if name.startswith("/") else name, sha256) for name, sha256 in here}
 
 
 def ran_as(seen: Mapping[str, Any]) -> str:
