@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.files import output_folder
 from ddpm_lab.plan import LEVERS, WEAK, WHOLE_QUESTION, usual_network
-from ddpm_lab.record import RunRecord, gradient_fault
+from ddpm_lab.record import gradient_fault
 
 _SUBJECTS = {
     "multi_gpu": ("{label} at batch {batch}", "{base}"),
@@ -160,9 +161,9 @@ def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
 
 def listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
     """Such as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without ``items`` (name, reason)."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in dict.fromkeys(items):
-        by_reason.setdefault(why, []).append(name)
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, why in items:
+        by_reason[why].append(name)
     told = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
     return f"{kind}: {'; '.join(told)}." if told else ""
 
@@ -215,17 +216,14 @@ def _nothing_to_compare(
         return plain(study, headline, quality.NOT_MEASURED, f"{whole.reason}.")
     if any(r.disturbed_sets for r in others or rows):
         return plain(study, ALL_DISTURBED, stats.TOO_FEW, *notes, way_out=command_of(study, (others or rows)[0]))
+    names = phrases.joined(r.label for r in lost or hidden)
     if lost:
         if lost[-1].role not in ("baseline", "candidate"):  # none of the others is a row
             notes = (f"{phrases.failure(lost[-1])}.", *notes)
-        return plain(study, f"Nothing can be compared, since {_labels(lost)} failed", FAILED, *notes)
+        return plain(study, f"Nothing can be compared, since {names} failed", FAILED, *notes)
     if hidden:
-        return plain(study, f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}", MECHANISM_ONLY, *notes)
+        return plain(study, f"{MECHANISM_ONLY.capitalize()}: {names}", MECHANISM_ONLY, *notes)
     return plain(study, "Nothing to compare with the baseline was measured", quality.NOT_MEASURED, *notes)
-
-
-def _labels(rows: Iterable[Comparison | RunRecord]) -> str:
-    return phrases.joined(list(dict.fromkeys(r.label for r in rows)))
 
 
 def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
@@ -423,5 +421,5 @@ def qualities(rows: Sequence[Comparison]) -> str:
     """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)"; of what was tried, with families."""
     tried = [r for r in rows if r.role == "candidate" and r.sets and r.quality != QUALITY]
     several = len({r.family for r in tried}) > 1
-    told = dict.fromkeys(f"{r.label}{f' of {r.family}' * several} {r.quality}" for r in tried)
-    return f"quality: {phrases.joined(list(told))}" if told else f"quality {QUALITY}"
+    told = phrases.joined(f"{r.label}{f' of {r.family}' * several} {r.quality}" for r in tried)
+    return f"quality: {told}" if told else f"quality {QUALITY}"

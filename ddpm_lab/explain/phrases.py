@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
@@ -38,9 +37,10 @@ def within(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def joined(words: Sequence[str]) -> str:
-    """Such as "a", "a and b", "a, b and c"."""
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+def joined(words: Iterable[object]) -> str:
+    """Words, each once: "a", "a and b", "a, b and c"."""
+    *others, last = dict.fromkeys(map(str, words)) or ("",)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def decimals(ratio: Interval) -> int:
@@ -136,10 +136,6 @@ def work(config: RunConfig) -> str:
     return config.work_name if parameters is None else f"{config.work_name} ({parameters:,} parameters)"
 
 
-def _values(values: Iterable[Any]) -> str:
-    return joined([str(v) for v in dict.fromkeys(values)])
-
-
 def context(study: Study, *, batch: bool = True) -> str:
     """Return the subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
     aside = ("note", "choice", "search", "largest", "check", "wrong")
@@ -151,12 +147,12 @@ def context(study: Study, *, batch: bool = True) -> str:
     configs = [r.config for r in shown]
     own, parts = [c for c in configs if c.is_own], [study.hardware]
     if ours := any(c.workload in (DDPM, LOADER_ALONE) for c in configs):
-        sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
-        parts.append(f"{_values(c.network for c in configs)} network, {sizes} images")
-    parts.append(_values(map(work, own)))
+        sizes = joined(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
+        parts.append(f"{joined(c.network for c in configs)} network, {sizes} images")
+    parts.append(joined(map(work, own)))
     if batch and (ours or own):
-        parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
-    parts += [_values(r.data_name for r in shown if r.data_name), study.date]
+        parts.append(f"batch {joined(sorted({c.global_batch_size for c in configs}))}")
+    parts += [joined(r.data_name for r in shown if r.data_name), study.date]
     if measured := [r for r in shown if r.role == "baseline" and r.windows]:
         # Sets that others disturbed are in no ratio; where there are no others, their speed is all that is shown.
         lost = crowded_sets(shown)

@@ -24,16 +24,12 @@ from ddpm_lab.output import say
 
 def figure(answer: Answer) -> None:
     """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""
-    _show_figure(answer.figure(), answer.finding.headline, _path(answer))
+    _show_figure(answer, answer.figure(), answer.finding.headline)
 
 
 def table(answer: Answer) -> None:
     """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
     _show_table(answer.table())
-
-
-def _show_table(rows: Table) -> None:
-    _display({"text/html": html(rows), "text/plain": plain(rows)})
 
 
 def finding(answer: Answer) -> None:
@@ -42,15 +38,15 @@ def finding(answer: Answer) -> None:
     how = findings.how_to_judge(study, found, trains=answer.trains)
     last = study.records[-1] if study.records else None
     bases = [r.config for r in study.records if r.role == "baseline"]
-    networks = list(dict.fromkeys(config.network for config in bases if config.workload == DDPM))
-    own = phrases.joined(list(dict.fromkeys(config.work_name for config in bases if config.is_own)))
+    networks = phrases.joined(config.network for config in bases if config.workload == DDPM)
+    own = phrases.joined(config.work_name for config in bases if config.is_own)
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
         **{name: getattr(found, name) for name in (*told, "notes", "published")},
         "evidence": " \N{MIDDLE DOT} ".join(rests_on),
         "data": last.data_name if last else "",
-        "training": f"{phrases.joined(networks)} network" if networks else own,
+        "training": f"{networks} network" if networks else own,
         "code_version": last.code_version if last else "",
         "way_out": found.way_out or how,
     }
@@ -77,25 +73,28 @@ def more(answer: Answer) -> None:
     paths = [Path("trace_output", name) for name in profile.get("traces", ())]
     traces = [path for path in paths if (answer.study.output_dir / path).is_file()]
     if not further and not numbers and not traces:
-        _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
+        _show_text("There are none for this question.", "no further figures")
     for caption, extra, name in further:
-        _display({"text/markdown": literal(caption), "text/plain": caption})
-        _show_figure(extra, caption, _path(answer, f"_{name}"))
-    for caption, frame in numbers:
-        _display({"text/markdown": literal(caption), "text/plain": caption})
-        _show_table(frame)
+        _show_text(literal(caption), caption)
+        _show_figure(answer, extra, caption, f"_{name}")
+    for caption, rows in numbers:
+        _show_text(literal(caption), caption)
+        _show_table(rows)
     if traces:
         text = "Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: "
-        _display(
-            {"text/markdown": text + ", ".join(map(code, traces)), "text/plain": text + ", ".join(map(str, traces))}
-        )
+        _show_text(text + ", ".join(map(code, traces)), text + ", ".join(map(str, traces)))
 
 
-def _path(answer: Answer, suffix: str = "") -> Path:
-    return answer.study.output_dir / "image_output" / f"{answer.file}{suffix}.png"
+def _show_text(markdown: str, plainly: str) -> None:
+    _display({"text/markdown": markdown, "text/plain": plainly})
 
 
-def _show_figure(drawn: Figure, alt: str, path: Path) -> None:
+def _show_table(rows: Table) -> None:
+    _display({"text/html": html(rows), "text/plain": plain(rows)})
+
+
+def _show_figure(answer: Answer, drawn: Figure, alt: str, suffix: str = "") -> None:
+    path = answer.study.output_dir / "image_output" / f"{answer.file}{suffix}.png"
     save(drawn, path)
     image = base64.b64encode(path.read_bytes()).decode("ascii")
     _display({"image/png": image, "text/plain": alt}, {"image/png": {"alt": alt}})
