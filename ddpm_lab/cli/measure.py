@@ -24,8 +24,9 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.selection import Study, read_study
+from ddpm_lab.explain.selection import Study, study
 from ddpm_lab.files import LEDGER, check_room, expanded, output_folder, writing
+from ddpm_lab.ledger import read_all
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.process import private_folder
 from ddpm_lab.output import say
@@ -332,11 +333,11 @@ def plan_bottleneck(settings: dict[str, Any]) -> Campaign:
 def bottleneck_study(measured: Campaign) -> Study:
     """Every record of the lab's own trainer on this machine."""
     mine = experiments.study_of(measured)
-    lab = partial(experiments.of_training, workload=None)
-    every = read_study([measured.ledger.path], RECOMMENDATION, measured.output, machine=measured.cohort[0], among=lab)
-    others = tuple(r for r in every.records if r.experiment != mine.experiment)
-    records = (*others, *mine.records)
-    return replace(every, records=records, measured_sets=measured.measured_sets, resolution=mine.resolution)
+    records = experiments.of_training(read_all([measured.ledger.path])[0], None)
+    every = study(records, RECOMMENDATION, machine=measured.cohort[0], output_dir=measured.output)
+    others = (r for r in every.records if r.experiment != mine.experiment)
+    told = {name: getattr(mine, name) for name in ("measured_sets", "resolution", "published_trials")}
+    return replace(every, records=(*others, *mine.records), **told)
 
 
 COMMANDS = {

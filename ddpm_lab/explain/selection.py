@@ -1,14 +1,14 @@
 """Studies: the records that answer a question."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.ledger import Damaged, published_trials, read_all
+from ddpm_lab.ledger import Damaged
 from ddpm_lab.output import say
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 
@@ -174,24 +174,6 @@ def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> l
         more = [r for r in measured if r.cohort[:3] == last.cohort[:3] and r.cohort[3] != SMOKE]
         cohort = max(more or [last], key=lambda r: moment(r.date)).cohort
     return [r for r in records if r.cohort == cohort]
-
-
-def read_study(
-    files: Sequence[Path],
-    name: str,
-    output: Path,
-    *,
-    machine: str | None = None,
-    among: Callable[[Sequence[RunRecord]], Sequence[RunRecord]] = lambda records: records,
-) -> Study:
-    """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``chosen``.
-
-    Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
-    """
-    records, damaged = read_all(files)
-    note(damaged)
-    found = study(among(records), name, machine=machine, output_dir=output)
-    return replace(found, published_trials=published_trials())
 
 
 def note(damaged: Iterable[Damaged]) -> None:

@@ -29,7 +29,7 @@ from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import COMPARED, comparisons
 from ddpm_lab.explain.selection import LOOK, TRIAL, Study, note, study
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder
-from ddpm_lab.ledger import PUBLISHED, Ledger, distinct, published_trials
+from ddpm_lab.ledger import PUBLISHED, Ledger, distinct, published_trials, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import measuring
@@ -232,20 +232,18 @@ def _stored(
 
     Those ``of`` a network, device and data, where these are named.
     """
-    files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
-
-    def mine(records: Sequence[RunRecord]) -> list[RunRecord]:
-        if machine is not None and records:
-            key = selection.machine_key(records, machine)
-            records = [r for r in records if r.machine.key == key]
-        other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
-        asked = [r for r in records if r.experiment == name or (other and r.experiment not in other)]
-        found = of_training(records, workload)
-        if workload is None and of.get("network") is None and asked and set(asked).isdisjoint(found):
-            found = [r for r in records if r.cohort[2] == asked[-1].cohort[2]]
-        return selection.about(selection.with_looks(found, records), **of)
-
-    return selection.read_study(files, name, output, machine=machine, among=mine)
+    records, damaged = read_all(ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output))
+    note(damaged)
+    if machine is not None and records:
+        key = selection.machine_key(records, machine)
+        records = [r for r in records if r.machine.key == key]
+    other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
+    asked = [r for r in records if r.experiment == name or (other and r.experiment not in other)]
+    found = of_training(records, workload)
+    if workload is None and of.get("network") is None and asked and set(asked).isdisjoint(found):
+        found = [r for r in records if r.cohort[2] == asked[-1].cohort[2]]
+    told = study(selection.about(selection.with_looks(found, records), **of), name, machine=machine, output_dir=output)
+    return dataclasses.replace(told, published_trials=published_trials())
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
