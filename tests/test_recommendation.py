@@ -209,8 +209,8 @@ def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None
     assert " 'amp; curl example.org | sh #' " in answer(study(named)).finding.way_out
 
 
-def test_an_answer_is_about_one_network_and_names_it() -> None:
-    """That of a report first, whatever else was searched or measured, then what was measured last."""
+def test_an_answer_is_about_one_network_and_names_it(tmp_path: Path) -> None:
+    """The one asked for, else that of a report, whatever else was searched or measured, then what was measured last."""
     searched = planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed")))
     assert " for seed: " in answer(study(searched)).finding.headline
     mixed = answer(study(searched, amp(0.8)))
@@ -220,6 +220,20 @@ def test_an_answer_is_about_one_network_and_names_it() -> None:
     files = replace(SEED, loader="files")
     workers = make.sets({"2 workers": (replace(files, loader_workers=2), 1.3)}, baseline=files, experiment="workers")
     assert {c.config.network for c in question.measured(study(ddpm, workers))} == {"ddpm"}
+
+    ledger = Ledger(tmp_path / LEDGER)
+    ledger.append(make.on(hardware.machine(), [*searched, *amp(1.8), *memory(), *amp(0.5, base=LARGE)]))
+    experiments.recommendation(minutes=0, output_dir=tmp_path)
+    assert not (tmp_path / question.FILE).exists(), "a report searches nothing for its last page"
+    for network, headline, changes in (
+        (None, "Use freed memory kept: ", ["freed memory kept", "bf16"]),
+        ("tiny", "Use freed memory kept: ", ["freed memory kept", "bf16"]),
+        ("seed", " for seed: ", None),
+        ("ddpm", "Keep the defaults", ["bf16"]),
+    ):
+        found = experiments.recommendation(ledger=ledger.path, output_dir=tmp_path, network=network)
+        assert headline in found.finding.headline
+        assert changes is None or [row["Change"] for row in found.table()] == changes
 
 
 def test_what_would_judge_a_training_of_ones_own() -> None:
@@ -260,19 +274,6 @@ def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthe
     for how, images in asked:
         shown = experiments.recommendation(minutes=0, output_dir=tmp_path, **how).study
         assert {r.config.data_sha256 for r in shown.records} == {images}
-
-
-def test_a_search_is_kept_beside_what_another_network_came_to(tmp_path: Path) -> None:
-    """Records answer for each network; a report, which searches nothing for its last page, writes no file."""
-    ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
-    seed = replace(planted.SPACE, baseline=replace(planted.BASE, network="seed"))
-    ledger.append(make.on(here, planted.searched(seed)))
-    ledger.append(make.on(here, amp(0.8)))
-    experiments.recommendation(minutes=0, output_dir=tmp_path)
-    for network in (None, "seed"):
-        found = experiments.recommendation(ledger=ledger.path, output_dir=tmp_path, network=network)
-        assert (" for seed: " in found.finding.headline) == (network == "seed")
-    assert not (tmp_path / question.FILE).exists()
 
 
 def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
@@ -423,18 +424,6 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
     assert bool(found.way_out) == bool(way_out)
 
 
-def test_changes_of_one_network_are_shown(tmp_path: Path) -> None:
-    """The one asked for, else that of a report."""
-    told = [*amp(1.8), *memory(), *amp(0.5, base=SEED), *make.trials({"bf16": (NARROW, 0.0)})]
-    Ledger(tmp_path / "l.jsonl").append(told)
-    found = {n: experiments.recommendation(ledger=tmp_path / "l.jsonl", network=n) for n in (None, "tiny", "seed")}
-    labels = {n: [row["Change"] for row in shown.table() or ()] for n, shown in found.items()}
-    assert labels[None] == labels["tiny"] == ["bf16", "freed memory kept"]
-    assert labels["seed"] == ["bf16"]
-    assert found["seed"].finding.headline.startswith("Keep the defaults")
-    assert found[None].finding.ratio == pytest.approx(1.8, rel=0.02), "and not the other network's"
-
-
 @pytest.mark.parametrize("by_search", [True, False])
 def test_headline_figure_and_table_are_of_one_source_and_the_other_is_a_further_view(by_search: bool) -> None:
     """A search that is not judged answers where nothing else may be used, and does not where something may."""
@@ -476,15 +465,6 @@ def test_what_is_no_change_of_a_training_is_left_out_of_the_table() -> None:
 PLAIN = RunConfig(global_batch_size=8, data_sha256="a" * 64)
 
 
-def answered(tmp_path: Path, *days: list[RunRecord]) -> str:
-    """The headline from records of one day after the other."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    for day, records in enumerate(days, 4):
-        dates = [r.date.replace("2026-01-03", f"2026-01-0{day}") for r in records]
-        ledger.append(replace(r, environment=make.environment(date=d)) for r, d in zip(records, dates, strict=True))
-    return experiments.recommendation(ledger=ledger.path, output_dir=tmp_path).finding.headline
-
-
 def bf16(ratio: float, base: RunConfig = PLAIN, **values: Any) -> list[RunRecord]:
     return make.sets({"bf16": (replace(base, precision="bf16"), ratio)}, baseline=base, **values)
 
@@ -494,68 +474,69 @@ def two_ranks(ratio: float, base: RunConfig, **values: Any) -> list[RunRecord]:
     return make.sets({"2 ranks": (replace(base, world_size=2), ratio)}, baseline=base, **values)
 
 
-def test_where_questions_are_open_nothing_is_said_to_be_no_faster(tmp_path: Path) -> None:
-    told = answered(tmp_path, bf16(0.8), two_ranks(1.13, PLAIN, seed=1, count=3))
-    assert told == "Keep the defaults: nothing is known to be faster yet"
-
-
-def test_all_cores_answer_before_fewer(tmp_path: Path) -> None:
-    few, whole = bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)
-    assert "no change of the default step is faster" in answered(tmp_path, few, whole)
-    assert "faster than fp32 on 1 core" in answered(tmp_path / "few", few)
-    no_primary = question.answer(study(bf16(0.85, primary=""))).finding
-    assert no_primary.status == findings.ANSWERED
-
-
-def test_ones_own_trials_on_other_images_count_before_published_ones(tmp_path: Path) -> None:
-    """Which call bf16 not worse for this network and batch."""
-    mine = replace(PLAIN, data_sha256="b" * 64)
-    learned = make.trials({"bf16": (replace(mine, precision="bf16"), 0.08)}, baseline=mine, images=60_000)
-    learned = [replace(r, data_name="50,000 images from me/faces") for r in learned]
-    assert answered(tmp_path / "published", bf16(1.3)).startswith("Use bf16")
-    assert "costs quality" in answered(tmp_path, bf16(1.3), learned)
-    synthetic = [replace(r, data_name="500 synthetic images") for r in learned]
-    assert answered(tmp_path / "synthetic", bf16(1.3), synthetic).startswith("Use bf16")
-
-
-def test_another_size_is_another_training(tmp_path: Path) -> None:
-    large = replace(PLAIN, image_size=64, data_sha256="b" * 64)
-    usual = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]
-    faster = two_ranks(1.5, large, family="tiny, batch 8, 64x64 pixels", seed=2)
-    assert "no change of the default step is faster" in answered(tmp_path, faster, *usual)
-    assert " at 64x64; quality" in answered(tmp_path / "large", *usual, faster), "the latest, and it says so"
-
-
-def test_of_several_batches_the_one_that_gains_is_named(tmp_path: Path) -> None:
+def batches() -> list[list[RunRecord]]:
+    """Two ranks at two batches, which learn the same: slower in the small one, faster in the large one."""
     days = []
     for batch, ratio in ((16, 0.8), (512, 1.4)):
         base = replace(PLAIN, global_batch_size=batch)
         learned = make.trials({"2 ranks": (replace(base, world_size=2), 0.0)}, baseline=base, images=5120)
         same = [replace(r, quality={**(r.quality or {}), "weights_sha256": str(r.config.seed)}) for r in learned]
         days += [two_ranks(ratio, base, family=f"tiny, batch {batch}", seed=batch), same]
-    assert answered(tmp_path, *days).startswith("Use 2 ranks at batch 512: 40 % faster")
+    return days
 
 
-def test_a_search_that_was_stopped_hides_no_answer(tmp_path: Path) -> None:
-    seed = replace(PLAIN, network="seed")
-    of_seed = bf16(1.4, seed, family="seed, batch 8")
-    before = answered(tmp_path, of_seed)
-    stopped = [r for r in planted.searched(gains={"bf16": 1.3}) if r.experiment == SEARCH or r.role == "space"]
-    assert answered(tmp_path / "again", of_seed, stopped) == before
-    assert "bf16" in before
-    whole = planted.searched(gains={"bf16": 1.3})
-    newer = [replace(r, code_version="newer") for r in stopped if r.role == "space"]
-    assert answered(tmp_path / "newer", whole, newer) == answered(tmp_path / "whole", whole)
+USUAL = [bf16(0.8), two_ranks(0.7, PLAIN, seed=1)]
+WIDE = two_ranks(1.5, replace(PLAIN, image_size=64, data_sha256="b" * 64), family="tiny, batch 8, 64x64 pixels", seed=2)
+MINE = replace(PLAIN, data_sha256="b" * 64)
+LEARNED = [
+    replace(r, data_name="50,000 images from me/faces")
+    for r in make.trials({"bf16": (replace(MINE, precision="bf16"), 0.08)}, baseline=MINE, images=60_000)
+]
+"""Trials on other images, in which bf16 is worse; published ones call it not worse for this network and batch."""
+FASTER_SEED = bf16(1.4, replace(PLAIN, network="seed"), family="seed, batch 8")
+SEARCHED = planted.searched(gains={"bf16": 1.3})
+STOPPED = [r for r in SEARCHED if r.experiment == SEARCH or r.role == "space"]
+NEWER = [replace(r, code_version="newer") for r in STOPPED if r.role == "space"]
+MAKE = Own(name="mine:make", options=(("parameters", 1000),), offers=("training", "dataset", "loss"))
+OWN_BASE = RunConfig(**MAKE.settings(), global_batch_size=32, data_sha256=MAKE.sha256)
+WORK = RunConfig(workload=WORKLOAD, global_batch_size=1, options=(("pieces", 100),))
+INSTRUMENT = make.sets(
+    {"5 % more": (replace(WORK, options=(("pieces", 105),)), 0.95)},
+    baseline=WORK,
+    experiment="calibrate",
+    family="calibration",
+    data_name="",
+)
 
 
-def test_ones_own_training_is_answered_beside_other_work_of_the_lab(tmp_path: Path) -> None:
-    own = Own(name="mine:make", options=(("parameters", 1000),), offers=("training", "dataset", "loss"))
-    base = RunConfig(**own.settings(), global_batch_size=32, data_sha256=own.sha256)
-    mine = bf16(1.9, base, family="mine:make, batch 32")
-    work = replace(RunConfig(workload=WORKLOAD, global_batch_size=1), options=(("pieces", 100),))
-    more = {"5 % more": (replace(work, options=(("pieces", 105),)), 0.95)}
-    instrument = make.sets(more, baseline=work, experiment="calibrate", family="calibration", data_name="")
-    assert answered(tmp_path, mine, instrument).startswith("bf16 is 90 % faster")
+@pytest.mark.parametrize(
+    ("days", "headline"),
+    [
+        ([bf16(0.8), two_ranks(1.13, PLAIN, seed=1, count=3)], "Keep the defaults: nothing is known to be faster yet"),
+        ([bf16(1.1, replace(PLAIN, threads=1))], "faster than fp32 on 1 core"),
+        ([bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)], "no change of the default step is faster"),
+        ([bf16(1.3)], "Use bf16"),
+        ([bf16(1.3), LEARNED], "costs quality"),
+        ([bf16(1.3), [replace(r, data_name="500 synthetic images") for r in LEARNED]], "Use bf16"),
+        ([WIDE, *USUAL], "no change of the default step is faster"),
+        ([*USUAL, WIDE], " at 64x64; quality"),  # the latest, and it says so
+        (batches(), "Use 2 ranks at batch 512: 40 % faster"),
+        ([FASTER_SEED], "Use bf16 for seed: 40 % faster"),
+        ([FASTER_SEED, STOPPED], "Use bf16 for seed: 40 % faster"),
+        ([SEARCHED], "Use bf16: 30 % faster"),
+        ([SEARCHED, NEWER], "Use bf16: 30 % faster"),
+        ([bf16(1.9, OWN_BASE, family="mine:make, batch 32"), INSTRUMENT], "bf16 is 90 % faster"),
+    ],
+)
+def test_what_else_a_ledger_holds_from_one_day_after_the_other(
+    tmp_path: Path, days: list[list[RunRecord]], headline: str
+) -> None:
+    """All cores answer before fewer, one's own trials before published ones; another size is another training."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for day, records in enumerate(days, 4):
+        dates = [r.date.replace("2026-01-03", f"2026-01-0{day}") for r in records]
+        ledger.append(replace(r, environment=make.environment(date=d)) for r, d in zip(records, dates, strict=True))
+    assert headline in experiments.recommendation(ledger=ledger.path, output_dir=tmp_path).finding.headline
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
