@@ -123,11 +123,11 @@ def test_a_still_loader_repeats_its_first_batch(packed: PackedImages) -> None:
 
 
 def test_a_set_that_does_not_fit_is_refused(packed: PackedImages, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(packed.train_indices) * ROW
+    size = packed.manifest.count * ROW
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size))
     next(open_loader("resident", packed, plan_for(packed)))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size - 1))
-    with pytest.raises(Unsupported, match="57 training images"):
+    with pytest.raises(Unsupported, match="60 images"):
         open_loader("resident", packed, plan_for(packed))
 
 

@@ -59,37 +59,32 @@ class ModelRange:
 
 
 class PixelRows:
-    """The images ``own`` on a device, each as it is or mirrored; without ``copy`` all images, where they lie.
+    """The images on a device, each as it is or mirrored; without ``copy`` where they lie.
 
     Of N images the i-th is row i, and mirrored left to right it is row i + N, whether or not it is stored there:
     without ``mirror`` images are mirrored as they are asked for.
     """
 
-    def __init__(
-        self, packed: PackedImages, own: npt.NDArray[np.int64], device: torch.device, *, copy: bool, mirror: bool
-    ) -> None:
+    def __init__(self, packed: PackedImages, device: torch.device, *, copy: bool, mirror: bool) -> None:
         pixels = np.asarray(packed.images).reshape(packed.manifest.count, -1)  # of a map only its memory
         self.device, self.side, self.width = device, packed.manifest.image_size, pixels.shape[1]
-        own = own if copy else np.arange(len(pixels))
-        self._count, self._both = len(own), mirror
-        self._row_of = np.full(len(pixels), -1)
-        self._row_of[own] = np.arange(len(own))
+        self._count, self._both = len(pixels), mirror
         if not copy:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)  # nobody writes to it
                 self._rows = torch.from_numpy(pixels)
             return
-        self._rows = torch.empty((1 + mirror) * len(own), self.width, dtype=torch.uint8, device=device)
+        self._rows = torch.empty((1 + mirror) * len(pixels), self.width, dtype=torch.uint8, device=device)
         step = max(1, _UPLOAD_BYTES // self.width)
-        for start in range(0, len(own), step):
-            part = torch.from_numpy(pixels.take(own[start : start + step], axis=0))
+        for start in range(0, len(pixels), step):
+            part = torch.from_numpy(pixels[start : start + step].copy())
             self._rows[start : start + len(part)] = part
             if mirror:
-                self._rows[len(own) + start :][: len(part)] = mirrored(part, self.side)
+                self._rows[len(pixels) + start :][: len(part)] = mirrored(part, self.side)
 
     def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> torch.Tensor:
         """The rows of the images ``indices``, mirrored where ``flips``."""
-        found = torch.from_numpy(self._row_of[indices] + self._count * flips)
+        found = torch.from_numpy(indices + self._count * flips)
         # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found
 
@@ -195,22 +190,22 @@ def open_loader(
       for. On a CPU none is.
     - ``files`` decodes each image from its file, in ``workers`` processes (0: in this one), as is usual. Batches lie in
       the host's memory.
-    - ``resident`` makes batches on the device, from one array there of all the training images.
+    - ``resident`` makes batches on the device, from one array there of all the images.
     - ``still`` repeats the first batch, from the memory of the device: what is left of a step's time is the step with
       perfect data.
 
     Raises DataError where the files that the prepared folder was made from are gone or have changed, Unsupported where
-    the training images do not fit into the device's free memory.
+    the images do not fit into the device's free memory.
     """
     device = torch.device(device)
-    side, own = packed.manifest.image_size, plan.stream.train_indices
+    side = packed.manifest.image_size
     if kind == "files":
         return _decoded(packed, plan, workers, ModelRange(side, channels_last), pin_memory=device.type == "cuda")
     if kind == "resident":
-        rows = _resident(packed, own, device)
+        rows = _resident(packed, device)
         return Loader(kind, _gathered(plan, rows, ModelRange(side, channels_last, device)))
     both = 2 * packed.images.nbytes <= MIRRORED_BYTES
-    rows = PixelRows(packed, own, torch.device("cpu"), copy=both, mirror=both)
+    rows = PixelRows(packed, torch.device("cpu"), copy=both, mirror=both)
     if kind == "packed" and device.type == "cuda":
         return Loader(kind, _sent_ahead(plan, rows, device, ModelRange(side, channels_last, device)), 1)
     batches = _gathered(plan, rows, ModelRange(side, channels_last))
@@ -255,16 +250,16 @@ def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelR
         ahead = sent
 
 
-def _resident(packed: PackedImages, own: npt.NDArray[np.int64], device: torch.device) -> PixelRows:
-    """The training images ``own`` on the device. Raises Unsupported where they do not fit."""
+def _resident(packed: PackedImages, device: torch.device) -> PixelRows:
+    """The images on the device. Raises Unsupported where they do not fit."""
     # The host's file cache counts as free.
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if (size := len(own) * 3 * packed.manifest.image_size**2) > free:
+    if (size := packed.images.nbytes) > free:
         raise Unsupported(
-            f"the {len(own):,} training images take {size / 2**20:,.0f} MiB and {device} has {free / 2**20:,.0f} MiB "
-            "free; use loader 'packed'"
+            f"the {packed.manifest.count:,} images take {size / 2**20:,.0f} MiB and {device} has "
+            f"{free / 2**20:,.0f} MiB free; use loader 'packed'"
         )
-    return PixelRows(packed, own, device, copy=True, mirror=2 * size <= MIRROR_SHARE * free)
+    return PixelRows(packed, device, copy=True, mirror=2 * size <= MIRROR_SHARE * free)
 
 
 def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: ModelRange, *, pin_memory: bool) -> Loader:
