@@ -118,11 +118,7 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
             if image.mode != "RGB" or "transparency" in image.info:
                 image = _to_rgb(image)
             if image.size != (image_size, image_size):
-                width, height = image.size
-                side = min(width, height)
-                left, top = (width - side) / 2, (height - side) / 2
-                box = (left, top, left + side, top + side)
-                image = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+                image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BICUBIC)
             return np.asarray(image, dtype=np.uint8)
     except MemoryError:
         raise
@@ -182,17 +178,16 @@ def decode_files(
     return failures
 
 
-def paced(progress: Progress | None, interval_seconds: float = 1.0) -> Progress:
-    """Wrap ``progress`` so that it is called at most once per interval; lines in between are dropped.
+def paced(progress: Progress | None) -> Progress:
+    """Wrap ``progress`` so that it is called once a second at most; lines in between are dropped.
 
-    The first line comes after one interval, so that quick work stays silent. ``None`` gives a function that does
-    nothing.
+    The first line comes after a second, so that quick work stays silent. ``None`` gives a function that does nothing.
     """
     last = time.monotonic()
 
     def report(line: str) -> None:
         nonlocal last
-        if progress is not None and time.monotonic() - last >= interval_seconds:
+        if progress is not None and time.monotonic() - last >= 1.0:
             last = time.monotonic()
             progress(line)
 

@@ -347,7 +347,7 @@ def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
         if job.kind == "archive":
             root = archives.extract(job.source, dest / UNPACKED, progress=progress)
         elif job.kind == "synthetic":
-            synthetic.write_folder(root := dest / UNPACKED, image_size=job.image_size, progress=progress)
+            synthetic.write_folder(root := dest / UNPACKED, job.image_size, progress)
         sources = [(root, files or _listed(root)), *([(job.held_out, held_out)] if job.held_out else [])]
         manifest = _build(job, dest, mark, sources, progress)
         if any(list_images(folder) != listed for folder, listed in sources):

@@ -65,13 +65,11 @@ def _block(number: int, image_size: int) -> npt.NDArray[np.uint8]:
     return np.clip(np.rint(255 * stacked), 0, 255).astype(np.uint8)
 
 
-def write_folder(
-    folder: Path, *, count: int = DEFAULT_COUNT, image_size: int = 32, progress: Progress | None = None
-) -> None:
-    """Write ``folder/train/1.png`` ... ``count.png``, creating the folder."""
+def write_folder(folder: Path, image_size: int, progress: Progress | None) -> None:
+    """Write ``folder/train/1.png`` ... of DEFAULT_COUNT images, creating the folder."""
     say = paced(progress)
     train = folder / "train"
     train.mkdir(parents=True, exist_ok=True)
-    for number, pixels in enumerate(generate(count, image_size), 1):
+    for number, pixels in enumerate(generate(DEFAULT_COUNT, image_size), 1):
         Image.fromarray(pixels).save(train / f"{number}.png", compress_level=1)
-        say(f"wrote {number:,} of {count:,} synthetic images")
+        say(f"wrote {number:,} of {DEFAULT_COUNT:,} synthetic images")
