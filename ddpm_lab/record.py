@@ -264,14 +264,6 @@ SPACE = Entries(  # as plan.Space writes it
 )
 
 
-def _values(made: Any) -> Any:
-    """A dataclass as a table, and those in a tuple too; other values are taken as they are, and not copied."""
-    if dataclasses.is_dataclass(made):
-        return {f.name: _values(getattr(made, f.name)) for f in dataclasses.fields(made)}
-    inside = isinstance(made, tuple) and made and dataclasses.is_dataclass(made[0])
-    return tuple(map(_values, made)) if inside else made
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """What one configuration did in one set.
@@ -337,7 +329,7 @@ class RunRecord:
         config = self.config.as_dict()
         if config["mirror"]:  # as it always was before it was a setting: records of then stay what they are
             del config["mirror"]
-        return {**_values(self), "config": config, "run_id": self.run_id}
+        return {**dataclasses.asdict(self), "config": config, "run_id": self.run_id}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
