@@ -45,7 +45,7 @@ class Manifest:
     folder; ``skipped`` lists the lines that name each damaged file left out.
     """
 
-    schema: int
+    schema: Annotated[int, Opt(choices=(SCHEMA,))]
     kind: str  # folder, archive, synthetic
     source: str
     held_out_source: str | None
@@ -80,16 +80,11 @@ class Manifest:
 
     def describe(self) -> str:
         """Return one line for a person: counts, size, and what was left out."""
-        parts = [
-            f"{self.count:,} images of {self.image_size}x{self.image_size}",
-            f"{self.train_count:,} to train on",
-            f"{len(self.held_out_indices):,} held out",
-        ]
-        if self.unused_indices:
-            parts.append(f"{len(self.unused_indices):,} left out of training as equal to a held-out image")
-        if self.skipped:
-            parts.append(f"{len(self.skipped):,} damaged files left out")
-        return ", ".join(parts)
+        images, held_out = f"{self.count:,} images of {self.image_size}x{self.image_size}", len(self.held_out_indices)
+        equal, damaged = len(self.unused_indices), len(self.skipped)
+        parts = [images, f"{self.train_count:,} to train on", f"{held_out:,} held out"]
+        parts += [f"{equal:,} left out of training as equal to a held-out image"] if equal else []
+        return ", ".join([*parts, *([f"{damaged:,} damaged files left out"] if damaged else [])])
 
     def to_json(self) -> str:
         """Write as one JSON object, with ``count`` for readers that know nothing of the rest."""
@@ -135,17 +130,12 @@ def read_manifest(dest: Path) -> Manifest:
     """Read the manifest of a prepared folder. Raises DataError for none, or one of another schema or unreadable."""
     try:
         values = parsed((dest / MANIFEST).read_bytes())
-        if isinstance(values, dict):
-            if values.get("schema", SCHEMA) != SCHEMA:
-                raise DataError(f"{dest} was prepared by another version of ddpm_lab; delete it and prepare it again")
-            values = {name: values[name] for name in values.keys() & {*Manifest.__slots__}}
-        found: Manifest = _manifest(values, "")
+        found: Manifest = _manifest({k: v for k, v in values.items() if k in Manifest.__slots__}, "")
     except OSError:
         raise DataError(f"{dest} is not a prepared folder; make it with: ddpm-lab prepare SOURCE {dest}") from None
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{dest / MANIFEST} is damaged ({error}); delete {dest} and prepare it again") from error
+    except (ValueError, AttributeError) as error:
+        advice = f"delete {dest} and prepare it again"
+        raise DataError(f"{dest / MANIFEST} is damaged, or of another version ({error}); {advice}") from error
     return found
 
 
