@@ -39,14 +39,9 @@ from ddpm_lab.training import tracking
 
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Of a search, where no budget is given."""
-PRESENT = ("precision", "loader", "loader_workers", "compile")
-"""Settings of ``RunConfig`` that are options of ``run bottleneck``, beside those of every bottleneck."""
-WIDTH = 100
-"""Columns of what an answer rests on, on a terminal."""
+WIDTH = 100  # columns of what an answer rests on, on a terminal
 TRACKED = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
-"""Numbers of a comparison that a tracker gets beside its ratio."""
-SPEEDS = TRACKED[:2]
-"""Those that only sets that count have."""
+"""Numbers of a comparison that a tracker gets beside its ratio; the first two only sets that count have."""
 STRATEGY = "strategy"
 """A question whose answer weighs what multi_gpu measured, so that it measures nothing itself."""
 
@@ -61,7 +56,9 @@ def _settings() -> dict[str, dict[str, declared.Option]]:
         name: declared.options(function) | (of_runs if name in trained() else {})
         for name, function in questions().items()
     }
-    present = {name: declared.options(RunConfig)[name] for name in PRESENT}
+    # What a step is like at present is told by options, beside those of every bottleneck.
+    step = declared.options(RunConfig)
+    present = {name: step[name] for name in ("precision", "loader", "loader_workers", "compile")}
     batch = found["amp"]["global_batch_size"]
     return found | {"bottleneck": present | found["bottleneck"], STRATEGY: {batch.name: batch}}
 
@@ -183,7 +180,7 @@ def log_study(kind: str, study: Study) -> None:
         to.call("log_others", tracking.environment(last.environment) | said)
         for r in rows:
             values = {"ratio": r.ratio.value, "low": r.ratio.low, "high": r.ratio.high}
-            values |= {name: float(getattr(r, name)) for name in TRACKED if r.sets or name not in SPEEDS}
+            values |= {name: float(getattr(r, name)) for name in (TRACKED if r.sets else TRACKED[2:])}
             to.metrics({f"{r.label}/{name}": value for name, value in values.items()})
             words = ("role", "status", "verdict", "quality")
             to.call("log_others", {f"{r.label}/{name}": getattr(r, name) for name in words})

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, did_you_mean, percent
+from ddpm_lab.checks import ConfigError, choice, did_you_mean, percent
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.output import printable, say
@@ -124,10 +124,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = ", ".join(map(str, action.choices))
-            sentence = f"{value!r}: choose one of {names}{did_you_mean(value, action.choices)}"
-            raise argparse.ArgumentError(action, sentence)
+        if action.choices is not None:
+            choice(f"argument {'/'.join(action.option_strings) or action.metavar}", value, action.choices)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"ddpm-lab: {printable(message)}; see {self.prog} --help\n")
