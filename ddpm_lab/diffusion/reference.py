@@ -5,6 +5,7 @@ code: that is tested against it, and its speed is compared with it.
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -30,73 +31,62 @@ class ChannelNorm(nn.Module):
         return (x - mean) / (variance + 1e-5).sqrt() * self.gain + self.bias
 
 
-class Half(nn.Module):
-    """Convolution, GroupNorm, scale and shift where they are given, SiLU."""
-
-    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm = nn.GroupNorm(groups, outputs)
-
-    def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = self.norm(self.conv(x))
-        if scale_shift is not None:
-            scale, shift = scale_shift
-            x = x * (scale + 1) + shift
-        return F.silu(x)
-
-
 class Residual(nn.Module):
-    """The residual block: two halves, the first of which the time embedding scales and shifts."""
+    """Two times convolution, GroupNorm and SiLU; the time embedding scales and shifts the first; a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, time_width: int, groups: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, time_width: int, groups: int) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.SiLU(), nn.Linear(time_width, 2 * outputs))
-        self.first = Half(inputs, outputs, groups)
-        self.second = Half(outputs, outputs, groups)
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(groups, outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, padding=1), nn.GroupNorm(groups, outputs)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         scale, shift = self.time(embedding)[:, :, None, None].chunk(2, dim=1)
-        return cast(Tensor, self.second(self.first(x, (scale, shift))) + self.shortcut(x))
+        h = F.silu(self.norm1(self.conv1(x)) * (scale + 1) + shift)
+        return F.silu(self.norm2(self.conv2(h))) + cast(Tensor, self.shortcut(x))
 
 
-class Linear(nn.Module):
-    """x + linear attention of its norm: queries normalised over channels, keys over positions."""
+class Attention(nn.Module):
+    """x + attention of its norm, over queries, keys and values (N, heads, d, L), L = H * W."""
 
-    def __init__(self, width: int, heads: int, head_width: int) -> None:
+    def __init__(self, width: int, *, heads: int, head_width: int) -> None:
         super().__init__()
-        self.heads, self.scale = heads, head_width**-0.5
+        self.heads = heads
         self.norm = ChannelNorm(width)
         self.qkv = nn.Conv2d(width, 3 * heads * head_width, 1, bias=False)
-        self.out = nn.Sequential(nn.Conv2d(heads * head_width, width, 1), ChannelNorm(width))
+        self.out: nn.Module = nn.Conv2d(heads * head_width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, height, width = x.shape
-        q, k, v = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
-        q, k = q.softmax(dim=-2) * self.scale, k.softmax(dim=-1)
-        context = torch.einsum("bhdn,bhen->bhde", k, v)
-        out = torch.einsum("bhde,bhdn->bhen", context, q)
-        return x + cast(Tensor, self.out(out.reshape(n, -1, height, width)))
+        qkv = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
+        return x + cast(Tensor, self.out(self.attend(*qkv).reshape(n, -1, height, width)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class Full(nn.Module):
-    """x + full attention of its norm, with logits of 16 times the product of normalised queries and keys."""
+class Linear(Attention):
+    """Linear attention: queries normalised over channels, keys over positions; the result is normalised too."""
 
-    def __init__(self, width: int, heads: int, head_width: int, axis: str) -> None:
-        super().__init__()
-        self.heads, self.axis = heads, -2 if axis == "channels" else -1
-        self.norm = ChannelNorm(width)
-        self.qkv = nn.Conv2d(width, 3 * heads * head_width, 1, bias=False)
-        self.out = nn.Conv2d(heads * head_width, width, 1)
+    def __init__(self, width: int, *, heads: int, head_width: int) -> None:
+        super().__init__(width, heads=heads, head_width=head_width)
+        self.out = nn.Sequential(self.out, ChannelNorm(width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        n, _, height, width = x.shape
-        q, k, v = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
-        q, k = F.normalize(q, dim=self.axis), F.normalize(k, dim=self.axis)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.softmax(dim=-2) * q.shape[-2] ** -0.5, k.softmax(dim=-1)
+        return torch.einsum("bhde,bhdn->bhen", torch.einsum("bhdn,bhen->bhde", k, v), q)
+
+
+class Full(Attention):
+    """Full attention, with logits of 16 times the product of queries and keys normalised over the axis ``over``."""
+
+    over = -2
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.normalize(q, dim=self.over), F.normalize(k, dim=self.over)
         attention = (torch.einsum("bhdi,bhdj->bhij", q, k) * 16).softmax(dim=-1)
-        out = torch.einsum("bhij,bhdj->bhid", attention, v)
-        return x + cast(Tensor, self.out(out.permute(0, 1, 3, 2).reshape(n, -1, height, width)))
+        return torch.einsum("bhij,bhdj->bhid", attention, v).transpose(-1, -2)
 
 
 class ReferenceUNet(nn.Module):
@@ -112,26 +102,23 @@ class ReferenceUNet(nn.Module):
         widths = [width, *(width * m for m in config.multipliers)]
         pairs = list(pairwise(widths))
 
-        def residual(inputs: int, outputs: int) -> Residual:
-            return Residual(inputs, outputs, time_width, groups)
-
-        def linear(channels: int) -> Linear:
-            return Linear(channels, config.heads, config.head_width)
-
+        residual = partial(Residual, time_width=time_width, groups=groups)
+        heads = {"heads": config.heads, "head_width": config.head_width}
         self.downs = nn.ModuleList()
         for level, (d, e) in enumerate(pairs):
             last = level == len(pairs) - 1
             onwards = nn.Conv2d(d, e, 3, padding=1) if last else nn.Conv2d(d, e, 4, stride=2, padding=1)
-            self.downs.append(nn.ModuleList([residual(d, d), residual(d, d), linear(d), onwards]))
+            self.downs.append(nn.ModuleList([residual(d, d), residual(d, d), Linear(d, **heads), onwards]))
         bottom = widths[-1]
         self.middle1 = residual(bottom, bottom)
-        self.middle_attention = Full(bottom, config.heads, config.head_width, config.middle_attention_axis)
+        self.middle_attention = Full(bottom, **heads)
+        self.middle_attention.over = -2 if config.middle_attention_axis == "channels" else -1
         self.middle2 = residual(bottom, bottom)
         self.ups = nn.ModuleList()
         for level, (d, e) in reversed(list(enumerate(pairs))):
             conv = nn.Conv2d(e, d, 3, padding=1)
             onwards_up = conv if level == 0 else nn.Sequential(nn.Upsample(scale_factor=2), conv)
-            self.ups.append(nn.ModuleList([residual(e + d, e), residual(e + d, e), linear(e), onwards_up]))
+            self.ups.append(nn.ModuleList([residual(e + d, e), residual(e + d, e), Linear(e, **heads), onwards_up]))
         self.last = residual(2 * width, width)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
