@@ -11,13 +11,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
 from ddpm_lab.diffusion.reference import ReferenceUNet, reference
-from ddpm_lab.diffusion.step import (
-    AUTOCAST,
-    allow_tf32,
-    autocast,
-    channels_last_seen,
-    require,
-)
+from ddpm_lab.diffusion.step import AUTOCAST, allow_tf32, autocast, channels_last_seen, placed, require
 from ddpm_lab.diffusion.unet import UNet, build_network
 from ddpm_lab.plan import ATTENTION
 
@@ -33,8 +27,8 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     for each in ATTENTION if attention else ():
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(each == attention)
     lab = build_network(config.network, fused=config.kernels == "fused", attention_axis=config.attention_axis)
-    network = (reference(lab) if config.implementation == "plain" else lab).to(device)
-    return network.to(memory_format=torch.channels_last) if config.channels_last else network
+    network: AnyUNet = placed(reference(lab) if config.implementation == "plain" else lab, config, device)
+    return network
 
 
 def compile_stages(network: nn.Module, mode: str) -> None:

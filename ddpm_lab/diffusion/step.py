@@ -50,6 +50,12 @@ def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractCont
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
+def placed(network: nn.Module, config: RunConfig, device: str | torch.device) -> Any:
+    """``network``, moved to where it runs and into its memory format."""
+    network = network.to(device)
+    return network.to(memory_format=torch.channels_last) if config.channels_last else network
+
+
 def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Adam:
     return torch.optim.Adam(
         parameters,
@@ -241,8 +247,8 @@ class Untrained:
 class Step(ABC):
     """One rank of a training: a network, its optimizer, and all that a configuration puts around them.
 
-    Subclasses set ``data`` and compute the ``loss``. ``hook`` compresses the gradients that ranks exchange. Raises
-    Unsupported for what this machine cannot do.
+    Subclasses set ``data`` and compute the ``loss``. Without an ``optimizer`` it is the configuration's Adam; ``hook``
+    compresses the gradients that ranks exchange. Raises Unsupported for what this machine cannot do.
     """
 
     data: Any
@@ -255,7 +261,7 @@ class Step(ABC):
         config: RunConfig,
         context: RankContext,
         network: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         hook: Callable[[Any, Any], Any] | None = None,
     ) -> None:
@@ -271,8 +277,8 @@ class Step(ABC):
             torch.use_deterministic_algorithms(mode=True, warn_only=config.is_own)
             torch.backends.cudnn.benchmark = False
         self.config, self.context, self.device = config, context, torch.device(context.device)
-        self.network, self.optimizer = network, optimizer
-        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.network, self.parameters = network, [p for p in network.parameters() if p.requires_grad]
+        self.optimizer, self.has_adam = optimizer or adam(self.parameters, config.optimizer), optimizer is None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.model: Any = network
         self.ddp: DistributedDataParallel | None = None
@@ -362,6 +368,8 @@ class Step(ABC):
     def witness(self) -> dict[str, Any]:
         seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
         seen |= self.data.witness()
+        if self.has_adam:
+            seen["adam"] = adam_seen(self.optimizer)
         if self.context.world_size > 1:
             seen["exchange_enabled"] = self.ddp is not None
         if self.ddp:

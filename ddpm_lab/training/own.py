@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import EpochStream, Plan
 from ddpm_lab.data.loaders import Loader, dataset_loader
-from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, allow_tf32, autocast
+from ddpm_lab.diffusion.step import Feed, Step, allow_tf32, autocast, placed
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 HELD_OUT_SEED = 20_061_968
@@ -119,15 +119,12 @@ class OwnTraining(Step):
         self.sets_precision = made.step is None
         self._check()
         self.data = OwnFeed(config, context, made, self.name)
-        network = made.model.to(torch.device(context.device))
-        network = network.to(memory_format=torch.channels_last) if config.channels_last else network
-        optimizer = made.optimizer or adam([p for p in network.parameters() if p.requires_grad], config.optimizer)
         # Batches of several sizes are trained at several learning rates; of the user's own only their ratio is known.
         ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
-        for group in optimizer.param_groups if made.optimizer and ratio != 1 else ():
+        for group in made.optimizer.param_groups if made.optimizer and ratio != 1 else ():
             group["lr"] *= ratio
         config = replace(config, optimizer=replace(config.optimizer, clip_norm=None))  # the user's steps as they are
-        super().__init__(config, context, network, optimizer)
+        super().__init__(config, context, placed(made.model, config, context.device), made.optimizer)
         # Equal weights on every rank, and noise of its own on each.
         _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
 
@@ -216,7 +213,7 @@ class OwnTraining(Step):
         # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
         if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
             seen["exchange_enabled"] = False
-        return seen if self.made.optimizer else {**seen, "adam": adam_seen(self.optimizer)}
+        return seen
 
     @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:

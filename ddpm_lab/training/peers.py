@@ -11,15 +11,14 @@ import importlib
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.diffusion.blocks import UNetConfig
-from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, autocast
+from ddpm_lab.diffusion.step import Feed, Step, autocast, placed
 from ddpm_lab.diffusion.unet import NETWORKS, count_flops
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
@@ -29,12 +28,26 @@ INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
 _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
 
+class Theirs(NamedTuple):
+    """What is a project's own in a step.
+
+    ``unet`` makes the network of ``model`` once more, for counting; ``loss(model, images)`` takes images in [-1, 1];
+    ``average`` moves the average of the weights after every step; ``seen`` reads back settings of the project's own.
+    """
+
+    model: nn.Module
+    unet: Callable[[], nn.Module]
+    loss: Callable[[Any, Tensor], Tensor]
+    average: Callable[[], object]
+    seen: Callable[[], dict[str, Any]]
+
+
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Peer":
     """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it, or such a network, is not there."""
-    theirs, average_of = _installed("denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "ema_pytorch")
-    shape = _shape("denoising-diffusion-pytorch", config, ("seed", "s000"))
+    needs = "denoising_diffusion_pytorch", "ema_pytorch"
+    theirs, averages = _modules("denoising-diffusion-pytorch", config, ("seed", "s000"), *needs)
+    shape = NETWORKS[config.network]
     unet = partial(theirs.Unet, dim=shape.width, dim_mults=shape.multipliers)
-    torch.manual_seed(config.seed)
     diffusion = theirs.GaussianDiffusion(
         unet(flash_attn=config.option(FLASH_ATTENTION, False)),
         image_size=config.image_size,
@@ -43,9 +56,9 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
         beta_schedule=config.diffusion.schedule,
         auto_normalize=False,  # the lab's batches are in [-1, 1] already
     )
-    _place(diffusion, config, context)
+    diffusion = placed(diffusion, config, context.device)  # before its averages are copied
     optimizer = config.optimizer
-    average = average_of.EMA(
+    average = averages.EMA(
         diffusion, beta=optimizer.ema_decay, update_every=optimizer.ema_every, use_foreach=optimizer.ema == "foreach"
     )
 
@@ -53,20 +66,18 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
         flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
         return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    return Peer(
-        config, context, diffusion, unet, lambda model, images: model(images), average=average.update, seen=seen
-    )
+    return Peer(config, context, Theirs(diffusion, unet, lambda model, images: model(images), average.update, seen))
 
 
 def diffusers(config: RunConfig, context: RankContext) -> "Peer":
     """Diffusers' UNet2DModel with its DDPMScheduler. Raises Unsupported where it is not installed."""
-    theirs, training_utils = _installed("diffusers", "diffusers", "diffusers.training_utils")
-    shape = _shape("diffusers", config, ("seed", "ddpm", "s000"))
+    needs = "diffusers", "diffusers.training_utils"
+    theirs, training_utils = _modules("diffusers", config, ("seed", "ddpm", "s000"), *needs)
+    shape = NETWORKS[config.network]
     width = shape.width
     # The ddpm network is one for one diffusers' own configuration of it; of the seed network's size is a U-Net of four
     # levels whose width is doubled once.
     widths = tuple(width * m for m in shape.multipliers) if shape.family == "ddpm" else (width, *(3 * [2 * width]))
-
     unet = partial(
         theirs.UNet2DModel,
         sample_size=config.image_size,
@@ -79,9 +90,7 @@ def diffusers(config: RunConfig, context: RankContext) -> "Peer":
         freq_shift=1,
         flip_sin_to_cos=False,
     )
-    torch.manual_seed(config.seed)
-    network = unet()
-    _place(network, config, context)
+    network = placed(unet(), config, context.device)
     scheduler = theirs.DDPMScheduler(config.diffusion.timesteps, beta_schedule=_BETAS[config.diffusion.schedule])
     foreach = config.optimizer.ema == "foreach"
     average = training_utils.EMAModel(network.parameters(), decay=config.optimizer.ema_decay, foreach=foreach)
@@ -98,56 +107,32 @@ def diffusers(config: RunConfig, context: RankContext) -> "Peer":
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
     ema = {True: "foreach", False: "loop"}
-    return Peer(config, context, network, unet, loss, average=update, seen=lambda: {"ema": ema[average.foreach]})
+    return Peer(config, context, Theirs(network, unet, loss, update, lambda: {"ema": ema[average.foreach]}))
 
 
-def _installed(name: str, *modules: str) -> list[Any]:
-    """Import what a project needs. Raises Unsupported where something is not installed."""
+def _modules(name: str, config: RunConfig, networks: tuple[str, ...], *modules: str) -> list[Any]:
+    """Import what a project needs, and seed its weights. Raises Unsupported where it, or such a network, is not there.
+
+    ``networks`` are those of the lab of whose size it has one.
+    """
     try:
-        return [importlib.import_module(module) for module in modules]
+        found = [importlib.import_module(module) for module in modules]
     except ImportError as missing:
         raise Unsupported(f"{name} is not installed: {INSTALL}") from missing
-
-
-def _shape(name: str, config: RunConfig, networks: tuple[str, ...]) -> UNetConfig:
-    """Of what size the network has to be. Raises Unsupported for one that the project does not have."""
     if config.world_size > 1:
         raise Unsupported(f"peers are compared on one rank, not on {config.world_size}")
     if config.network not in networks:
         raise Unsupported(f"{name} has no network of the size of {config.network!r}: use one of {', '.join(networks)}")
-    return NETWORKS[config.network]
-
-
-def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
-    """Put a network where it runs, in its memory format, before its averages are copied: theirs has to be the same."""
-    network.to(context.device)
-    if config.channels_last:
-        network.to(memory_format=torch.channels_last)
+    torch.manual_seed(config.seed)
+    return found
 
 
 class Peer(Step):
-    """One rank of a peer's training run.
+    """One rank of a peer's training run."""
 
-    ``unet`` makes the network once more, for counting; ``loss_of(model, images)`` takes images in [-1, 1]; ``average``
-    moves the project's average of the weights after every step; ``seen`` reads back settings of the project's own.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        context: RankContext,
-        model: nn.Module,
-        unet: Callable[[], nn.Module],
-        loss_of: Callable[[Any, Tensor], Tensor],
-        *,
-        average: Callable[[], None],
-        seen: Callable[[], dict[str, Any]],
-    ) -> None:
-        self.unet, self.loss_of, self.average, self.seen = unet, loss_of, average, seen
-        self.data = Feed(config, context)
-        super().__init__(
-            config, context, model, adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
-        )
+    def __init__(self, config: RunConfig, context: RankContext, theirs: Theirs) -> None:
+        self.theirs, self.data = theirs, Feed(config, context)
+        super().__init__(config, context, theirs.model)
 
     def loss(self, batch: Batch, part: slice) -> Tensor:
         """Mean loss of this rank's share, on the device."""
@@ -157,13 +142,13 @@ class Peer(Step):
         images = images if self.config.channels_last else images.contiguous()
         mark("forward")
         with autocast(self.config, self.device):
-            return self.loss_of(self.model, images)
+            return self.theirs.loss(self.model, images)
 
     def update(self) -> None:
         self.context.mark("ema")
-        self.average()
+        self.theirs.average()
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
-        flop = count_flops(self.unet, image_size=self.config.image_size)
-        return {**super().witness(), "adam": adam_seen(self.optimizer), "flop_per_image": flop, **self.seen()}
+        flop = count_flops(self.theirs.unet, image_size=self.config.image_size)
+        return {**super().witness(), "flop_per_image": flop, **self.theirs.seen()}

@@ -12,7 +12,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
 from ddpm_lab.diffusion.process import Diffusion
-from ddpm_lab.diffusion.step import Feed, Step, adam, adam_seen, autocast
+from ddpm_lab.diffusion.step import Feed, Step, autocast
 from ddpm_lab.workload import RankContext
 
 PLAIN: dict[str, Any] = {
@@ -30,7 +30,6 @@ class Trainer(Step):
     """
 
     network: Any
-    optimizer: torch.optim.Adam
 
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         device = torch.device(context.device)
@@ -44,7 +43,7 @@ class Trainer(Step):
             compile_stages(network, config.compile_mode)
         # DDP would compare the annotations of a function that has any with its own types.
         hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
-        super().__init__(config, context, network, adam(network.parameters(), config.optimizer), hook=hook)
+        super().__init__(config, context, network, hook=hook)
         self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
         self.steps = start_step
@@ -103,7 +102,7 @@ class Trainer(Step):
             average.copy_(average * decay + weight * (1 - decay))
 
     def witness(self) -> dict[str, Any]:
-        seen = {**super().witness(), **network_seen(self.network), "adam": adam_seen(self.optimizer)}
+        seen = {**super().witness(), **network_seen(self.network)}
         if self.steps:
             seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
             if self.ddp:
