@@ -20,7 +20,7 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, ddim_steps, denoise, image_grid
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
-from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
+from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, CheckpointError, Tensors, empty_network, read, write
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
@@ -70,16 +70,15 @@ def restore(network: AnyUNet, tensors: Iterable[Tensor]) -> None:
         mine.copy_(saved.reshape(mine.shape))
 
 
-def training(config: RunConfig, context: RankContext) -> "Training":
-    """The workload of a run that trains for the weights, not for its speed; the option ``checkpoint`` is its start."""
-    path = config.option("checkpoint", "")
-    return Training(config, context, read(Path(path)) if path else None)
-
-
 class Training(Trainer):
-    """A trainer whose methods its parent calls between steps, on every rank; what one rank can do, rank 0 does."""
+    """A trainer for the weights, not for its speed; the option ``checkpoint`` is its start.
 
-    def __init__(self, config: RunConfig, context: RankContext, start: Checkpoint | None = None) -> None:
+    Its parent calls its methods between steps, on every rank; what one rank can do, rank 0 does.
+    """
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        path = config.option("checkpoint", "")
+        start = read(Path(path)) if path else None
         super().__init__(config, context, start_step=start.step if start else 0)
         if start:
             self._restore(start)
@@ -110,19 +109,17 @@ class Training(Trainer):
             }
 
         adam = self.optimizer.state  # empty before the first step that was not left out
-        first, second = (
-            named([adam[p][moment] if adam else torch.zeros_like(p) for p in self.parameters])
+        moments = (
+            [adam[p][moment] if adam else torch.zeros_like(p) for p in self.parameters]
             for moment in ("exp_avg", "exp_avg_sq")
         )
+        tensors = zip(SECTIONS, map(named, (self.weights, self.averages, *moments)), strict=True)
         return Checkpoint(
             config=self.config,
             step=self.steps,
             adam_steps=int(adam[self.parameters[0]]["step"]) if adam else 0,
-            weights=named(self.weights),
-            averages=named(self.averages),
-            first_moments=first,
-            second_moments=second,
             scaler=self.scaler.state_dict() or None,
+            **dict(tensors),
         )
 
     def save(self, *, path: str) -> str | None:
@@ -175,11 +172,9 @@ class Training(Trainer):
         """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
         if self.context.rank:
             return
-        parts = [range(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE)]
-        plain = self._plain()
-        np.save(
-            path, np.stack([image_grid(image[None]) for part in parts for image in self._drawn(*plain, part, steps)])
-        )
+        plain, numbers = self._plain(), range(count)
+        parts = (self._drawn(*plain, numbers[i : i + _AT_ONCE], steps) for i in range(0, count, _AT_ONCE))
+        np.save(path, np.stack([image_grid(image[None]) for part in parts for image in part]))
 
     def _plain(self) -> tuple[AnyUNet, RunConfig]:
         """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
@@ -246,3 +241,7 @@ class Generation(Untrained):
         for number, image in zip(batch, images, strict=True):
             write_png(self.folder / f"{number:06d}.png", image[None])
         return 0.0
+
+
+training = Training
+"""The workload, as configurations name it."""
