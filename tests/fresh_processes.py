@@ -1,5 +1,6 @@
-"""What a rank is given, in tests that are one themselves."""
+"""What a rank is given and does, in tests that are one themselves."""
 
+import itertools
 import sys
 from typing import Any
 
@@ -12,3 +13,13 @@ def context(rank: int = 0, world_size: int = 1, **changes: Any) -> RankContext:
         compiler.counters.clear()
     usual: dict[str, Any] = {"device": "cpu", "threads": 1, "mark": lambda _: None}
     return RankContext(rank=rank, world_size=world_size, **{**usual, **changes})
+
+
+def advance(workload: Any, steps: int) -> list[float]:
+    """The losses of the next steps."""
+    return [float(workload.step(batch)) for batch in itertools.islice(workload.batches(), steps)]
+
+
+def seen(workload: Any, **more: Any) -> dict[str, Any]:
+    """What a rank on a CPU would report of a workload, with what the rank adds."""
+    return {"rank": 0, "device": "cpu", "world_size": 1, **workload.witness(), **more}

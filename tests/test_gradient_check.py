@@ -1,7 +1,6 @@
 """The gradient check: settings that are sound pass, planted defects do not, and checking changes nothing."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import done_alone
-from fresh_processes import context
+from fresh_processes import advance, context
 from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
@@ -24,16 +23,10 @@ from ddpm_lab.training.train import Trainer
 CONTEXT = context()
 
 
-def warm(trainer: Trainer) -> None:
-    """Take so many steps that every layer has a gradient."""
-    for batch in itertools.islice(trainer.batches(), WARM_STEPS):
-        trainer.step(batch)
-
-
 def answer_of(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> dict[str, Any]:
     """What a warm checker finds, as the parent gets it."""
     checker = kind(config, CONTEXT)
-    warm(checker)
+    advance(checker, WARM_STEPS)  # so that every layer has a gradient
     answer: dict[str, Any] = json.loads(json.dumps(checker.compare(steps=2), allow_nan=False))
     checker.close()
     return answer
@@ -44,10 +37,10 @@ def test_checking_changes_nothing_of_what_is_learned(synthetic: RunConfig) -> No
     optimizer = OptimizerConfig(clip_norm=0.05, ema_every=2)
     config = dataclasses.replace(synthetic, accumulation=2, precision="bf16", optimizer=optimizer)
     trainer, checker = Trainer(config, CONTEXT), gradient_check(config, CONTEXT)
-    warm(checker)
+    advance(checker, WARM_STEPS)
     answer = checker.compare(steps=2)
     assert answer is not None
-    losses = [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), WARM_STEPS + 2)]
+    losses = advance(trainer, WARM_STEPS + 2)
     assert [(step["step"], step["loss"]) for step in answer["steps"]] == list(enumerate(losses))[WARM_STEPS:]
     assert checker.weights_sha256() == trainer.weights_sha256()
     assert checker.witness() == {**trainer.witness(), "images": 8 * WARM_STEPS}, "compared steps are not the rank's"

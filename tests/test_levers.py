@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from fresh_processes import context
+from fresh_processes import advance, context, seen
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.unet import NETWORKS
@@ -42,22 +41,17 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(config: RunConfig, steps: int) -> tuple[Trainer, list[float]]:
     trainer = Trainer(config, context())
-    return trainer, [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
-
-
-def rank_of(trainer: Trainer) -> dict[str, Any]:
-    """What a rank would report of a trainer, with what the rank adds."""
-    return {"rank": 0, "device": "cpu", "world_size": 1, **trainer.witness()}
+    return trainer, advance(trainer, steps)
 
 
 def check_levers(config: RunConfig, levers: list[dict[str, Any]]) -> None:
     reference, plain = trained(config, 4)
-    without = rank_of(reference)
+    without = seen(reference)
     for lever in levers:
         pulled = dataclasses.replace(config, **lever)
         trainer, losses = trained(pulled, 4)
         assert losses == pytest.approx(plain, rel=1e-4)
-        assert mismatches(pulled, [rank_of(trainer)]) == []
+        assert mismatches(pulled, [seen(trainer)]) == []
         assert lever.get("implementation") or mismatches(pulled, [without]) != [], "the label says that it was pulled"
         for mine, others in ((trainer.weights, reference.weights), (trainer.averages, reference.averages)):
             for a, b in zip(mine, others, strict=True):
@@ -91,8 +85,8 @@ def test_the_kernel_of_attention_is_chosen_and_witnessed(config: RunConfig) -> N
         q = torch.ones(1, 1, 64, 32)
         assert torch._fused_sdp_choice(q, q, q) == runs
         assert losses == pytest.approx(plain, rel=1e-4)
-        assert mismatches(chosen, [rank_of(trainer)]) == []
-        assert mismatches(config, [rank_of(trainer)]) == [f"the label says attention , rank 0 ran with {name}"]
+        assert mismatches(chosen, [seen(trainer)]) == []
+        assert mismatches(config, [seen(trainer)]) == [f"the label says attention , rank 0 ran with {name}"]
 
 
 @pytest.mark.gpu
@@ -123,8 +117,8 @@ def test_compiled_block_by_block(config: RunConfig, monkeypatch: pytest.MonkeyPa
     pulled = dataclasses.replace(config, compile="regional")
     trainer, losses = trained(pulled, 3)
     assert losses == pytest.approx(eager, rel=1e-4)
-    seen = rank_of(trainer)
-    assert mismatches(pulled, [seen]) == []
-    assert trainer.witness()["graphs"] == seen["graphs"], "reading it compiles nothing"
-    assert seen["graph_breaks"] == 0
-    assert mismatches(dataclasses.replace(config, compile="whole"), [seen])
+    found = seen(trainer)
+    assert mismatches(pulled, [found]) == []
+    assert trainer.witness()["graphs"] == found["graphs"], "reading it compiles nothing"
+    assert found["graph_breaks"] == 0
+    assert mismatches(dataclasses.replace(config, compile="whole"), [found])

@@ -22,7 +22,7 @@ import records as make
 import setups
 import torch
 from conftest import Call
-from fresh_processes import context
+from fresh_processes import advance, context, seen
 from torch.nn.functional import cross_entropy
 
 from ddpm_lab.checks import ConfigError
@@ -34,7 +34,7 @@ from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import answer, ask
-from ddpm_lab.training.own import OwnTraining, described, images_of, moved
+from ddpm_lab.training.own import described, images_of, moved
 from ddpm_lab.training.own import own as own_training
 from ddpm_lab.training.setting import FOR_OWN, Images, Own, Setup, check_name, look_at
 from ddpm_lab.workload import call_maker, named, place_of
@@ -64,14 +64,6 @@ def config(function: str = "make", **settings: Any) -> RunConfig:
     return RunConfig(**{**Own(name=f"mine:{function}").settings(), "global_batch_size": 8, **settings})
 
 
-def train(workload: Any, steps: int) -> list[float]:
-    return [float(workload.step(batch)) for batch in itertools.islice(workload.batches(), steps)]
-
-
-def seen(workload: OwnTraining, steps: int) -> dict[str, Any]:
-    return {"rank": 0, "device": "cpu", "steps": steps, **workload.witness()}
-
-
 def test_it_is_the_loop_that_the_user_would_have_written(made: Make) -> None:
     """The same losses as five lines of torch on the same batches; the lab's clipping is not the user's."""
     workload = made(optimizer=OptimizerConfig(clip_norm=1e-3, ema_every=1))
@@ -87,7 +79,7 @@ def test_it_is_the_loop_that_the_user_would_have_written(made: Make) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         expected.append(loss.item())
-    assert train(workload, 20) == pytest.approx(expected, rel=1e-6)
+    assert advance(workload, 20) == pytest.approx(expected, rel=1e-6)
     assert workload.held_out_loss(draws=1)["loss"] < expected[0]
 
 
@@ -95,8 +87,8 @@ def test_it_is_the_loop_that_the_user_would_have_written(made: Make) -> None:
 def test_the_label_is_what_ran(made: Make, settings: dict[str, Any]) -> None:
     label = config(**settings)
     with closing(made(**settings)) as workload:
-        losses = train(workload, 3)
-        found = seen(workload, 3)
+        losses = advance(workload, 3)
+        found = seen(workload, steps=3)
     assert all(0 < loss < 5 for loss in losses)
     assert mismatches(label, [found]) == []
     assert found["images"] == 24
@@ -120,39 +112,6 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
     halves = [zip(*[iter(epoch(ranks=2, rank=rank, exchange=off))] * 4, strict=True) for rank in (0, 1)]
     assert [x for pair in zip(*halves, strict=True) for part in pair for x in part] == one
     assert one != epoch(seed=1)
-
-
-def test_images_are_counted_as_they_are_drawn_whatever_their_form_in_a_batch(made: Make) -> None:
-    text = """
-class Encoded(dict):
-    def to(self, device):
-        return self
-    @property
-    def images(self):
-        return torch.stack(self["rows"][0])
-
-def make_encoded():
-    collate = lambda rows: Encoded(rows=tuple(zip(*rows)))
-    own = lambda model, batch: model(batch.images).square().mean()
-    return Training(model=Net(), data=data(), loss=own, collate=collate)
-"""
-    workload = made(text, "make_encoded")
-    assert len(train(workload, 3)) == 3
-    assert workload.witness()["images"] == 24
-
-
-def test_a_format_is_seen_where_no_convolution_is_computed(made: Make) -> None:
-    text = """
-class Odd(Net):
-    def forward(self, images):
-        return self.last(images.mean((2, 3)).repeat(1, 3)[:, :8])
-
-def make_odd():
-    return Training(model=Odd(), data=data(), loss=loss)
-"""
-    workload = made(text, "make_odd", precision="bf16")
-    assert len(train(workload, 3)) == 3
-    assert workload.witness()["precision"] == "bf16"
 
 
 def test_a_dataset_is_opened_by_each_worker_for_itself(made: Make) -> None:
@@ -195,7 +154,7 @@ def test_what_is_no_training_is_told_with_its_name_and_line(made: Make, tmp_path
     for given, words in BAD.items():
         text = f"Training(model=Net(), data=data(), {given})" if "=" in given.partition("(")[0] else given
         with pytest.raises((TypeError, ValueError)) as refusal:
-            train(made(f"\n\ndef bad():\n    return {text}\n", "bad"), 1)
+            advance(made(f"\n\ndef bad():\n    return {text}\n", "bad"), 1)
         line = own_modules.line_of(tmp_path / "mine.py", "def bad")
         assert words.replace("DEF", str(line)).replace("BODY", str(line + 1)) in str(refusal.value)
         assert "mine:bad" in str(refusal.value)
@@ -205,9 +164,9 @@ def test_a_training_that_is_not_the_same_is_refused_and_a_larger_learning_rate_s
     usual = config().optimizer
     workload = made(optimizer=dataclasses.replace(usual, learning_rate=4 * usual.learning_rate))
     assert workload.optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
-    train(workload, 1)
+    advance(workload, 1)
     label = config(options=(("make", "mine:make"), ("parameters", 999), ("samples", 64), ("sample", "float32 3")))
-    parameters, sample = mismatches(label, [seen(workload, 1)])
+    parameters, sample = mismatches(label, [seen(workload, steps=1)])
     assert "(mine.py, line 32)" in parameters
     assert "parameters 999 when it was looked at, 314 in rank 0" in parameters
     assert "sample float32 3 when it was looked at, (float32 3x8x8, int64) in rank 0" in sample
@@ -223,8 +182,8 @@ def test_a_training_that_is_not_the_same_is_refused_and_a_larger_learning_rate_s
 )
 def test_what_compiles_by_itself_offers_no_eager_step(made: Make, given: str) -> None:
     workload = made(f"\n\ndef compiled():\n    return Training({given}, data=data())\n", "compiled")
-    train(workload, 1)
-    assert not mismatches(config("compiled"), [seen(workload, 1)])
+    advance(workload, 1)
+    assert not mismatches(config("compiled"), [seen(workload, steps=1)])
     assert workload.witness()["offers"] == ["dataset", "loss"]
 
 
@@ -265,6 +224,25 @@ def stream():
 
 def samples():
     return Training(model=Net(), data=[(torch.zeros(8), torch.zeros(1))] * 16, loss=loss)
+
+class Encoded(dict):  # of which it is known only as drawn how many images it holds
+    def to(self, device):
+        return self
+    @property
+    def images(self):
+        return torch.stack(self["rows"][0])
+
+def encoded():
+    collate = lambda rows: Encoded(rows=tuple(zip(*rows)))
+    own = lambda model, batch: model(batch.images).square().mean()
+    return Training(model=Net(), data=data(), loss=own, collate=collate)
+
+class Linear(Net):
+    def forward(self, images):
+        return self.last(images.mean((2, 3)).repeat(1, 3)[:, :8])
+
+def linear():
+    return Training(model=Linear(), data=data(), loss=loss)
 """
 
 
@@ -274,22 +252,25 @@ def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
         ("last", []),
         ("stream", []),
         ("short", []),
+        ("encoded", []),
         ("autocasting", ["or give a step in place of a loss"]),
         ("ragged", ["the last one too (drop_last=True); samples need a Dataset"]),
     ):
         workload = made(ORDINARY, function)
-        train(workload, 9)  # an epoch, and what begins the next
-        found = mismatches(config(function), [seen(workload, 9)])
+        advance(workload, 9)  # an epoch, and what begins the next
+        found = mismatches(config(function), [seen(workload, steps=9)])
         assert [line.rpartition(", ")[2] for line in found] == words
-        assert ("dataset" in workload.witness()["offers"]) == (function in ("last", "autocasting"))
+        assert ("dataset" in workload.witness()["offers"]) == (function in ("last", "encoded", "autocasting"))
     with pytest.raises(TypeError, match="give single samples as a Dataset"):
-        train(made(ORDINARY, "samples"), 1)
+        advance(made(ORDINARY, "samples"), 1)
     small = made(ORDINARY, "short", global_batch_size=16)
-    train(small, 1)
-    (line,) = mismatches(config("short", global_batch_size=16), [seen(small, 1)])
+    advance(small, 1)
+    (line,) = mismatches(config("short", global_batch_size=16), [seen(small, steps=1)])
     assert "16 images a step on a rank, 16 in 1 steps, rank 0 used 8" in line, "at once, not after a search for more"
+    advance(computed := made(ORDINARY, "linear", precision="bf16"), 1)
+    assert computed.witness()["precision"] == "bf16", "where no convolution is computed"
     with pytest.raises(RuntimeError, match=r"the batches of mine:once \(mine.py, line \d+\) ended after 3: give"):
-        train(made(ORDINARY, "once"), 4)
+        advance(made(ORDINARY, "once"), 4)
 
 
 def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:

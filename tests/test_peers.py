@@ -1,14 +1,13 @@
 """Other people's trainers as workloads: they learn, they are of the stated size, and their labels tell the truth."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fresh_processes import context
+from fresh_processes import advance, context, seen
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.unet import NETWORKS
@@ -44,10 +43,6 @@ def made(make: Make, module: str, config: RunConfig) -> peers.Peer:
     return make(config, context(device=device))
 
 
-def losses(peer: peers.Peer, steps: int) -> list[float]:
-    return [float(peer.step(batch)) for batch in itertools.islice(peer.batches(), steps)]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
@@ -55,11 +50,11 @@ def test_a_step_is_witnessed_as_its_label_says(config: RunConfig, make: Make, mo
     for settings, others in ((COMES, TUNED), (TUNED, COMES)):
         label = dataclasses.replace(config, **settings)
         peer = made(make, module, label)
-        assert all(0 < loss < 3 for loss in losses(peer, 2))
-        seen = {"rank": 0, "device": "cpu", "steps": 2, **peer.witness()}
-        assert mismatches(label, [seen]) == []
-        assert len(mismatches(dataclasses.replace(config, **others), [seen])) >= 2
-        assert seen["images"] == 8
+        assert all(0 < loss < 3 for loss in advance(peer, 2))
+        found = seen(peer, steps=2)
+        assert mismatches(label, [found]) == []
+        assert len(mismatches(dataclasses.replace(config, **others), [found])) >= 2
+        assert found["images"] == 8
 
 
 @pytest.mark.slow
@@ -72,13 +67,13 @@ def test_averages_in_one_call_and_flash_attention_learn_the_same(config: RunConf
     for ema, options in (("loop", ()), ("foreach", flash)):
         label = dataclasses.replace(config, optimizer=OptimizerConfig(ema=ema, ema_every=1), options=options)
         peer = made(make, module, label)
-        found.append(losses(peer, 4))
-        seen = {"rank": 0, "device": "cpu", **peer.witness()}
-        assert mismatches(label, [seen]) == []
+        found.append(advance(peer, 4))
+        told = seen(peer)
+        assert mismatches(label, [told]) == []
         wrong = dataclasses.replace(label, optimizer=OptimizerConfig(ema="loop" if ema == "foreach" else "foreach"))
-        assert [line for line in mismatches(wrong, [seen]) if "ema" in line]
+        assert [line for line in mismatches(wrong, [told]) if "ema" in line]
         other = dataclasses.replace(label, options=() if options else flash)
-        assert bool(flash) == bool([line for line in mismatches(other, [seen]) if FLASH_ATTENTION in line])
+        assert bool(flash) == bool([line for line in mismatches(other, [told]) if FLASH_ATTENTION in line])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
@@ -89,12 +84,12 @@ def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Ma
 
     That of ddpm is the lab's.
     """
-    seen = made(make, module, config).witness()
-    assert seen["parameters"] == PARAMETERS[module]
-    assert 8.9e9 < 16 * seen["flop_per_image"] < 9.7e9
+    found = made(make, module, config).witness()
+    assert found["parameters"] == PARAMETERS[module]
+    assert 8.9e9 < 16 * found["flop_per_image"] < 9.7e9
     if module == "diffusers":
-        seen = made(make, module, dataclasses.replace(config, network="ddpm")).witness()
-        assert seen["parameters"] == 35_746_307
+        found = made(make, module, dataclasses.replace(config, network="ddpm")).witness()
+        assert found["parameters"] == 35_746_307
 
 
 @pytest.mark.gpu
@@ -104,5 +99,5 @@ def test_on_a_gpu(config: RunConfig, make: Make, module: str) -> None:
     flash = ((FLASH_ATTENTION, True),) if module == "denoising_diffusion_pytorch" else ()
     label = dataclasses.replace(config, device="cuda", precision="fp16", loader="resident", options=flash)
     peer = made(make, module, label)
-    assert all(0 < loss < 3 for loss in losses(peer, 3))
-    assert mismatches(label, [{"rank": 0, "device": "cuda:0", **peer.witness()}]) == []
+    assert all(0 < loss < 3 for loss in advance(peer, 3))
+    assert mismatches(label, [seen(peer, device="cuda:0")]) == []

@@ -1,7 +1,6 @@
 """What a step says of itself, and every way in which a label can lie is named."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_processes import context
+from fresh_processes import advance, context
 from torch import Tensor, nn
 
 from ddpm_lab.config import NCCL, OWN, RunConfig
@@ -132,12 +131,11 @@ def test_cuda_graphs_are_recorded_on_a_gpu(synthetic: RunConfig, mode: str) -> N
         synthetic, device="cuda", precision="bf16", compile="whole", compile_mode=mode, global_batch_size=8
     )
     trainer = Trainer(label, context(device="cuda:0"))
-    for batch in itertools.islice(trainer.batches(), 4):
-        trainer.step(batch)
-    seen = {"rank": 0, "device": "cuda:0", "steps": 4, **trainer.witness()}
-    assert seen["compile_mode"] == mode
-    assert seen["cuda_graphs"] >= 2, "forward and backward"
-    assert mismatches(label, [seen]) == []
+    advance(trainer, 4)
+    found = {"rank": 0, "device": "cuda:0", "steps": 4, **trainer.witness()}
+    assert found["compile_mode"] == mode
+    assert found["cuda_graphs"] >= 2, "forward and backward"
+    assert mismatches(label, [found]) == []
 
 
 LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)
@@ -194,8 +192,7 @@ def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any
     given: dict[str, Any] = {"step": step} if whole else {"loss": loss}
     made = Training(model=network, data=[torch.ones(1, 3)], optimizer=optimizer, **given)
     training = OwnTraining(label, context(world_size=label.world_size), made, trained)
-    for batch in itertools.islice(training.batches(), 3):
-        training.step(batch)
+    advance(training, 3)
     return {**training.witness(), **OFFERED, "steps": training.steps}
 
 

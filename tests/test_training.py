@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fresh_processes import context
+from fresh_processes import advance, context
 from torch import Tensor, nn
 
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
@@ -40,10 +40,6 @@ def start(config: RunConfig, checkpoint: Path | None = None) -> Training:
     device = "cuda:0" if config.device == "cuda" else "cpu"
     options = (("checkpoint", str(checkpoint)),) if checkpoint else ()
     return training(dataclasses.replace(config, options=options), context(device=device))
-
-
-def advance(trainer: Trainer, steps: int) -> list[float]:
-    return [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
 
 
 def equal(one: Checkpoint, two: Checkpoint) -> bool:
@@ -217,19 +213,6 @@ def test_a_step_is_the_plain_algorithm(synthetic: RunConfig, decays: tuple[float
     torch.testing.assert_close(weights(trainer.network), weights(network), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights(trainer.ema), torch.cat([a.reshape(-1) for a in averaged]), rtol=1e-4, atol=1e-6)
     assert trainer.witness()["ema_warmup"] is warmed
-
-
-def test_loaders_train_to_identical_weights(synthetic: RunConfig, data: Path) -> None:
-    small = dataclasses.replace(synthetic, data=str(data), image_size=8, global_batch_size=512)
-    found = set()
-    for loader, workers in (("packed", 0), ("files", 2), ("resident", 0)):
-        trainer = Trainer(dataclasses.replace(small, loader=loader, loader_workers=workers), context())
-        advance(trainer, 4)  # over the end of an epoch, which is within a batch
-        said = trainer.witness()
-        assert (said["loader"], said["loader_workers"], said["images"]) == (loader, workers, 2_048)
-        found.add((trainer.weights_sha256(), said["indices_sha256"]))
-        trainer.close()
-    assert len(found) == 1
 
 
 def test_images_are_mirrored_unless_that_is_turned_off(synthetic: RunConfig) -> None:
