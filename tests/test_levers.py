@@ -53,7 +53,7 @@ def check_levers(config: RunConfig, levers: list[dict[str, Any]]) -> None:
         assert losses == pytest.approx(plain, rel=1e-4)
         assert mismatches(pulled, [seen(trainer)]) == []
         assert lever.get("implementation") or mismatches(pulled, [without]) != [], "the label says that it was pulled"
-        for mine, others in ((trainer.weights, reference.weights), (trainer.averages, reference.averages)):
+        for mine, others in ((trainer.parameters, reference.parameters), (trainer.averages, reference.averages)):
             for a, b in zip(mine, others, strict=True):
                 assert float((a.reshape(b.shape) - b).detach().abs().max()) < 2e-4  # Adam's first steps are 2e-4 each
 

@@ -5,6 +5,7 @@ code: that is tested against it, and its speed is compared with it.
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -149,7 +150,12 @@ def reference(network: UNet) -> ReferenceUNet:
     with two more axes, and so does a norm by hand.
     """
     copy = ReferenceUNet(network.config)
-    with torch.no_grad():
-        for mine, theirs in zip(copy.parameters(), network.parameters(), strict=True):
-            mine.copy_(theirs.reshape(mine.shape))
+    restore(copy, network.parameters())
     return copy.to(next(network.parameters()).device)
+
+
+@torch.no_grad()
+def restore(network: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Copy tensors in the order of the lab's own network into a network of either kind."""
+    for mine, saved in zip(network.parameters(), tensors, strict=True):
+        mine.copy_(saved.reshape(mine.shape))

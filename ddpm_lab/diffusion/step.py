@@ -56,7 +56,7 @@ def placed(network: nn.Module, config: RunConfig, device: str | torch.device) ->
     return network.to(memory_format=torch.channels_last) if config.channels_last else network
 
 
-def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Adam:
+def adam(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Adam:
     return torch.optim.Adam(
         parameters,
         lr=config.learning_rate,
@@ -277,7 +277,8 @@ class Step(ABC):
             torch.use_deterministic_algorithms(mode=True, warn_only=config.is_own)
             torch.backends.cudnn.benchmark = False
         self.config, self.context, self.device = config, context, torch.device(context.device)
-        self.network, self.parameters = network, [p for p in network.parameters() if p.requires_grad]
+        self.network = network
+        self.parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         self.optimizer, self.has_adam = optimizer or adam(self.parameters, config.optimizer), optimizer is None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.model: Any = network

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddpm_lab.config import LEARNED, RunConfig
 from ddpm_lab.data.loaders import Batch
+from ddpm_lab.diffusion.reference import restore
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
@@ -109,12 +110,8 @@ class GradientCheck(Trainer):
     def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients by name of the global ``batch`` at this trainer's weights."""
         allow_tf32(False)
-        with torch.no_grad():
-            # The order is that of the layers in every implementation; a 1x1 convolution is a linear layer with two
-            # more axes.
-            for plain, mine in zip(exact.parameters, self.parameters, strict=True):
-                plain.copy_(mine.reshape(plain.shape))
-                plain.grad = None
+        restore(exact.network, self.parameters)
+        exact.optimizer.zero_grad()
         loss = exact.loss(batch, slice(0, len(batch.images)))
         loss.backward()  # type: ignore[no-untyped-call]
         allow_tf32(self.config.precision == "tf32")

@@ -44,7 +44,6 @@ class Trainer(Step):
         # DDP would compare the annotations of a function that has any with its own types.
         hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
         super().__init__(config, context, network, hook=hook)
-        self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
         self.steps = start_step
         self.losses_read = start_step if config.read_loss else 0
@@ -96,9 +95,9 @@ class Trainer(Step):
             self.seen["ema_warmup"] = decay < optimizer.ema_decay
         self.seen["ema"] = optimizer.ema
         if optimizer.ema == "foreach":
-            torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
+            torch._foreach_lerp_(self.averages, self.parameters, 1 - decay)
             return
-        for average, weight in zip(self.averages, self.weights, strict=True):
+        for average, weight in zip(self.averages, self.parameters, strict=True):
             average.copy_(average * decay + weight * (1 - decay))
 
     def witness(self) -> dict[str, Any]:

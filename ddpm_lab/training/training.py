@@ -18,6 +18,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
 from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
+from ddpm_lab.diffusion.reference import restore
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, ddim_steps, denoise, image_grid
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, CheckpointError, Tensors, empty_network, read, write
@@ -63,13 +64,6 @@ def write_grid(paths: Sequence[Path], path: Path) -> None:
     write_png(path, pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1))
 
 
-@torch.no_grad()
-def restore(network: AnyUNet, tensors: Iterable[Tensor]) -> None:
-    """Copy tensors in the order of the lab's own network into a network of either kind."""
-    for mine, saved in zip(network.parameters(), tensors, strict=True):
-        mine.copy_(saved.reshape(mine.shape))
-
-
 class Training(Trainer):
     """A trainer for the weights, not for its speed; the option ``checkpoint`` is its start.
 
@@ -113,13 +107,13 @@ class Training(Trainer):
             [adam[p][moment] if adam else torch.zeros_like(p) for p in self.parameters]
             for moment in ("exp_avg", "exp_avg_sq")
         )
-        tensors = zip(SECTIONS, map(named, (self.weights, self.averages, *moments)), strict=True)
+        tensors: Iterable[list[Tensor]] = (self.parameters, self.averages, *moments)
         return Checkpoint(
             config=self.config,
             step=self.steps,
             adam_steps=int(adam[self.parameters[0]]["step"]) if adam else 0,
             scaler=self.scaler.state_dict() or None,
-            **dict(tensors),
+            **dict(zip(SECTIONS, map(named, tensors), strict=True)),
         )
 
     def save(self, *, path: str) -> str | None:
