@@ -248,8 +248,7 @@ class Setup:
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
-        words = [self.own.name if self.own else self.network, *self._images_words(batch, per_rank)]
-        return ", ".join([*words, *([self.ranks_label(ranks)] if ranks else [])])
+        return ", ".join([self.own.name if self.own else self.network, *self._words(batch, ranks, per_rank)])
 
     @property
     def plain_precision(self) -> str:
@@ -273,7 +272,7 @@ class Setup:
 
     def loader_name(self, batch: int) -> str:
         """What a loader alone loads, for people."""
-        return self.family_name(batch) if self.own else ", ".join(self._images_words(batch))
+        return self.family_name(batch) if self.own else ", ".join(self._words(batch))
 
     @property
     def why_alone(self) -> str:
@@ -289,11 +288,12 @@ class Setup:
         kind = "free" if self.limited else "usable"
         return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
 
-    def _images_words(self, batch: int | None, per_rank: bool = False) -> list[str]:
-        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8``, ``64x64 pixels``."""
+    def _words(self, batch: int | None, ranks: int | None = None, per_rank: bool = False) -> list[str]:
+        """Batch and ranks where they are known, and the size of images where it is not CIFAR's: ``64x64 pixels``."""
         size = self.images.image_size
-        words = [f"batch {batch}{' per rank' if per_rank else ''}"] if batch else []
-        return words + ([f"{size}x{size} pixels"] if size != 32 else [])
+        pixels = f"{size}x{size} pixels" if size != 32 else ""
+        step = f"batch {batch}{' per rank' * per_rank}" if batch else ""
+        return [word for word in (step, pixels, self.ranks_label(ranks) if ranks else "") if word]
 
 
 def usual_device(device: str | None) -> str:
@@ -439,6 +439,5 @@ def with_own(setup: Setup, own: Own) -> Setup:
 
 def nothing_asked(question: str, setup: Setup) -> Experiment:
     """An experiment of which nothing is measured, and that says why."""
-    reason = setup.own.lacks(question) if setup.own else ""
-    left_out = ((setup.family_name(None), WHOLE_QUESTION, reason),)
-    return Experiment(name=question, families=(), left_out=left_out, asked=setup.config())
+    left_out = (setup.family_name(None), WHOLE_QUESTION, setup.own.lacks(question) if setup.own else "")
+    return Experiment(name=question, families=(), left_out=(left_out,), asked=setup.config())
