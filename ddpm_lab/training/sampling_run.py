@@ -74,23 +74,13 @@ def sample(
     check_ranks(device, world_size // nodes, len(hardware.gpus()), hardware.usable_cores())
     ranks = {"device": device, "world_size": world_size, "nodes": nodes, "global_batch_size": world_size * batch_size}
     config, origin = _plan(checkpoint, folder, sampling, ranks)
-    with _claimed(folder, origin):
-        return _complete(config, folder, count, progress)
-
-
-def _complete(config: RunConfig, folder: Path, count: int, progress: Progress) -> list[Path]:
-    """Make the images that are missing; returns the paths of all."""
     paths = [folder / f"{number:06d}.png" for number in range(count)]
-    missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
-    if missing:
-        config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
-        if lacking := fused_lacking(config):
-            config = dataclasses.replace(config, kernels="aten")
-        for warning in filter(None, (emulated(config), lacking)):
-            progress.done(warning)
-        _make(config, len(missing), count, progress)
-    else:
-        progress.done(f"all {count:,} images are there")
+    with _claimed(folder, origin):
+        missing = tuple(n for n, path in enumerate(paths) if not _is_whole(path, config.image_size))
+        if missing:
+            _make(dataclasses.replace(config, options=(*config.options, ("numbers", missing))), count, progress)
+        else:
+            progress.done(f"all {count:,} images are there")
     return paths
 
 
@@ -125,26 +115,29 @@ def _plan(
 
 @contextmanager
 def _claimed(folder: Path, origin: dict[str, Any]) -> Iterator[None]:
-    """Hold the folder, which nobody else then fills. Raises ConfigError if it cannot be written, or somebody does."""
+    """Hold the folder, which nobody else then fills, and note in it where its images come from.
+
+    Raises ConfigError if it cannot be written, holds other images, or somebody else fills it.
+    """
     check_room(folder)
     held = os.open(folder, os.O_RDONLY)
     try:
         if not lock(held, wait=False):
             raise ConfigError(f"{folder}: another command makes images there: let it end, or give another --output-dir")
-        _note(folder, origin)
+        if any(folder.glob("*.png")):
+            _check_origin(folder, origin)
+        else:
+            replace(folder / SETTINGS, json.dumps(origin, indent=1) + "\n")
         yield
     finally:
         os.close(held)
 
 
-def _note(folder: Path, origin: dict[str, Any]) -> None:
-    """Note in the folder where its images come from. Raises ConfigError if it holds others."""
-    path, before = folder / SETTINGS, None
-    if not any(folder.glob("*.png")):
-        replace(path, json.dumps(origin, indent=1) + "\n")
-        return
+def _check_origin(folder: Path, origin: dict[str, Any]) -> None:
+    """Raise ConfigError if a folder holds images that come from elsewhere, or does not say from where."""
+    before = None
     with suppress(OSError, ValueError):
-        before = parsed(path.read_bytes())
+        before = parsed((folder / SETTINGS).read_bytes())
     if not isinstance(before, dict):
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
     if unlike := [f"{name} is {value!r}" for name, value in origin.items() if before.get(name) != value]:
@@ -161,10 +154,15 @@ def _is_whole(path: Path, image_size: int) -> bool:
         return False
 
 
-def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> None:
+def _make(config: RunConfig, count: int, progress: Progress) -> None:
     """Run the ranks until every missing image is there."""
+    if lacking := fused_lacking(config):
+        config = dataclasses.replace(config, kernels="aten")
+    for warning in filter(None, (emulated(config), lacking)):
+        progress.done(warning)
     free = training_cores() if config.device == "cpu" else hardware.usable_cores()
-    done, begun = count - missing, time.monotonic()
+    missing, begun = len(config.option("numbers", ())), time.monotonic()
+    done = count - missing
     progress(f"{done:,} of {count:,} images; starting")
     try:
         with Group(config, threads=max(1, free // config.node_size), progress=progress) as group:

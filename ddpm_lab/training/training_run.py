@@ -263,10 +263,9 @@ class _Run:
     saved: int
     chunks: int = 0
     watch: CoreWatch | None = None
-    step_seconds: float = math.inf
+    step_seconds: float = CHUNK_SECONDS
     loss: float | None = None
     held_out: float | None = None
-    told: bool = False  # when samples may show objects
     saved_at: float = 0.0  # on the clock of this process
     unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
@@ -280,8 +279,7 @@ class _Run:
         self.progress("starting")
         self.saved_at = time.monotonic()
         try:
-            how: dict[str, Any] = {"progress": self.progress, "starting": without_sigterm}
-            with Group(self.config, threads=self.threads, **how) as group:
+            with Group(self.config, threads=self.threads, progress=self.progress, starting=without_sigterm) as group:
                 while self.step < self.schedule.steps and self.stop.number is None:
                     rows = self._advance(group)
                     if self.chunks == 1:
@@ -296,8 +294,7 @@ class _Run:
             lost = self._failed(f"{failed.reason}{advice}")
             lost.add_note(failed.detail.strip())  # for --debug
             raise lost from failed
-        saved = self.run.checkpoint(self.step)
-        return Outcome(step=self.step, checkpoint=saved, loss=self.loss, held_out_loss=self.held_out)
+        return Outcome(self.step, self.run.checkpoint(self.step), self.loss, self.held_out)
 
     def _check_images(self, group: Group) -> None:
         """Each host may have its own copy of the images, and one may have been prepared again by now."""
@@ -308,13 +305,11 @@ class _Run:
 
     def _advance(self, group: Group) -> list[dict[str, Any]]:
         """Train one chunk; returns a row of the log for each step."""
-        first = math.isinf(self.step_seconds)
-        self.chunks += 1
+        first, self.chunks = self.chunks == 0, self.chunks + 1
         steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
         steps = min(steps, self.schedule.next_stop(self.step) - self.step)
         limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
-        compiles = first and self.config.compile != "off"
-        reports = group.advance(steps, limit, "compiling" if compiles else "training")
+        reports = group.advance(steps, limit, "compiling" if first and self.config.compile != "off" else "training")
         self.stop.gentle = True  # before this there is nothing to save
         seconds = max(float(report["seconds"]) for report in reports)
         # The first step may have compiled: it says only how long the others take at most.
@@ -327,7 +322,7 @@ class _Run:
                 self._log(rows)
                 raise self._failed(f"the loss {DIVERGED.format(row['step'])}")
             rows.append(row | {"images_per_second": float(f"{rate:.6g}")})
-        if self.chunks == 1:  # a start may have other ranks than the one before, and other speeds
+        if first:  # a start may have other ranks than the one before, and other speeds
             rows[0] |= {"settings": dataclasses.replace(self.config, options=(), seed=0).run_id}
         self.step += steps
         self.loss = statistics.fmean(row["loss"] for row in rows)
@@ -383,19 +378,18 @@ class _Run:
 
     def _show(self, rate: float) -> None:
         # The first chunks may have compiled, and are no measure of the others.
-        known = self.chunks > (1 if self.config.compile == "off" else COMPILING_CHUNKS)
+        compiling = 1 if self.config.compile == "off" else COMPILING_CHUNKS
         left = (self.schedule.steps - self.step) * self.config.global_batch_size / rate
-        self.progress.expect(left if known and self.step < self.schedule.steps else None)
+        self.progress.expect(left if self.chunks > compiling and self.step < self.schedule.steps else None)
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
         shown = math.ceil(OBJECTS.get(self.config.network, 0) / self.config.global_batch_size)
         seen = self.config.image_size == 32 and self.config.global_batch_size <= OBJECTS_BATCH
-        if known and not self.told and self.step < shown and seen:
+        if self.chunks == compiling + 1 and self.step < shown and seen:
             minutes = (shown - self.step) * self.config.global_batch_size / rate / 60
             more = f": give --steps {shown} or more" if shown > self.schedule.steps else ""
             of = f"samples of CIFAR-10 showed objects after some {OBJECTS[self.config.network]:,} images"
             self.progress.stay(f"{of}: here after step {shown:,}, in {minutes:,.0f} min{more}")
-        self.told |= known
 
     def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
