@@ -114,10 +114,9 @@ def test_the_primary_comparison_comes_first_in_sets_of_its_own_or_of_those_that_
     lab.forget()
     lab.run(experiment(dataclasses.replace(first, together=True), beside), sets=4)
     assert lab.sets[:4] == [("f", [*BOTH, "c1", "c2", "c3"])] * 4, "those that are measured together come with it"
-    assert lab.sets[4:] == [("g", [*BOTH, "c1"])] * 4
-
-
-# --- what is measured alone ------------------------------------------------------------------------------------------
+    assert (
+        lab.sets[4:] == [("g", [*BOTH, "c1"])] * 4
+    )  # --- what is measured alone ------------------------------------------------------------------------------------------
 
 
 def test_what_is_measured_alone_comes_first_and_once_and_again_where_a_failure_may_pass(lab: Lab) -> None:
@@ -357,12 +356,6 @@ def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
     rows = [(trial, None, True), (trial, asked, False), (found, asked, True), (failed, asked, False)]
     rows += [(found, dataclasses.replace(asked, **other), False) for other in ({"images": 5_000}, {"sha256": "cd"})]
     assert all(Held([record]).trained(trial.run_id, fid) == there for record, fid, there in rows)
-
-
-def test_the_time_of_the_baseline_is_the_mean_with_its_twins() -> None:
-    held = Held(make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=1, set_noise=0.0, turn_noise=0.0))
-    assert held.log_ratios(BASE.run_id, BASE.run_id) == pytest.approx([math.log(1.1)])
-    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5) - math.log(1.1) / 2])
 
 
 ON_ONE_CORE = experiment(family("f", 1, primary="c1", shared={"threads": 1}))

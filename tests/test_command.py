@@ -1,7 +1,6 @@
 """Scripts that know nothing of the lab take turns: counted steps, what they say of themselves, and how they end."""
 
 import ast
-import json
 import os
 import py_compile
 import shutil
@@ -20,8 +19,6 @@ import torch
 from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
-from ddpm_lab.measure import command as command_module
-from ddpm_lab.measure import group as group_module
 from ddpm_lab.measure import hook
 from ddpm_lab.measure.command import HOOK, CommandGroup
 from ddpm_lab.measure.group import GroupFailed, Limits
@@ -348,36 +345,6 @@ def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, n
     assert words in failed.value.reason
     group.kill()
     assert not left(tmp_path)
-
-
-@pytest.mark.parametrize("stage", ["before its first step", "in a window"])
-def test_a_command_that_was_suspended_with_the_lab_is_not_taken_for_one_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    clock, waits = [0.0], [0]
-    greeting = {"rank": 0, "world_size": 1, "pid": 1}
-    link = SimpleNamespace(recv_bytes=lambda: json.dumps(greeting).encode(), send_bytes=lambda _: None)
-
-    def wait(*_: Any, **__: Any) -> list[Any]:
-        waits[0] += 1
-        clock[0] += 1000.0 if waits[0] == 1 else 0.5
-        return [link] if waits[0] == 3 else []
-
-    for module in (command_module, group_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(command_module, "connection", SimpleNamespace(wait=wait))
-    group, peer = object.__new__(CommandGroup), command_module._Peer(link)  # type: ignore[arg-type]
-    group._listener, group._optimizer = None, ""  # type: ignore[assignment]
-    group._paused = SimpleNamespace(resume=lambda: None, stop=lambda _: None)  # type: ignore[assignment]
-    group.limits, group.progress, group.log = LIMITS, lambda _: None, Path("none")
-    group._process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)  # type: ignore[assignment]
-    if stage == "in a window":
-        group._peers, group._strangers = [peer], []
-        assert group._ask(stage, 10.0, command="window") == [greeting]
-    else:
-        group._strangers = [peer]
-        group._gather()
-        assert group.pids == [1]
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import math
-import os
 import runpy
 import sys
 from collections import namedtuple
@@ -431,20 +429,6 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
         assert [c.work_name for c in asked.configurations] == [own.name]
 
 
-@pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES, COMPILING])
-def test_a_search_varies_what_can_be_set_and_sets_out_from_the_code_as_it_is(own: Own) -> None:
-    found = ask("search", setup(own, "full")).space
-    assert found is not None
-    assert found.baseline == setup(own).config(global_batch_size=found.baseline.global_batch_size)
-    varied = {name: [v.key for v in values] for name, values in found.settings.items() if len(values) > 1}
-    assert varied["memory"] == ["nchw", "channels_last"]
-    assert varied.get("compile") == (None if own is COMPILING else ["off", "whole"])
-    assert ("compiled" in dict(found.left_out)) == (own is COMPILING)
-    assert varied.get("precision") == (None if own is STEPPING else ["fp32", "bf16"])
-    assert varied.get("loader") == (None if own is BATCHES else ["files-0", "files-1", "files-2"])
-    assert len(found.cells) == math.prod(map(len, varied.values()))
-
-
 # From a file to an answer
 
 
@@ -476,22 +460,6 @@ def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> No
     assert dataclasses.replace(found, offers=WHOLE.offers) == WHOLE
     assert set(found.offers) == set(WHOLE.offers)
     assert looked("\ndef loop():\n    while True:\n        yield 1.0\n", "loop") == LOOP
-
-
-@pytest.mark.slow
-def test_a_file_of_settings_that_a_training_reads_is_part_of_its_code(here: Path, instrument: Instrument) -> None:
-    for name in ("settings.json", "by_path.py", "imported.py"):
-        (here / name).write_text("{}")
-    # In a rank a command line is nobody's.
-    own_modules.write(
-        here,
-        "\nopen('settings.json').close()\nimport argparse, imported, runpy\nargparse.ArgumentParser().parse_args()\n"
-        "runpy.run_path('by_path.py')\n",
-    )
-    check_name("profile", "mine:make")
-    code, again = (look_at("mine:make", instrument, device="cpu", seed=0)[1] for _ in range(2))
-    assert [Path(source.file).name for source in code.settings] == ["by_path.py", "settings.json"]
-    assert again.key == code.key, "compiled meanwhile"
 
 
 @pytest.mark.slow

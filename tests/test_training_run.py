@@ -27,7 +27,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.processor import multiplies_bf16
-from ddpm_lab.training import run_folder, setting, training_run
+from ddpm_lab.training import setting, training_run
 from ddpm_lab.training.checkpoint import CheckpointError, read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
@@ -182,24 +182,6 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     group = ranks()
     assert run(tmp_path, 30).step == 30
     assert group.calls == [], "there is nothing left to do"
-
-
-def test_when_samples_show_objects_is_said_once(
-    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks make 40 images/s, and the first chunk of one step says nothing of the speed."""
-    told = list[str]()
-    monkeypatch.setattr(Progress, "stay", lambda _, text: told.append(text))
-    monkeypatch.setattr(training_run, "OBJECTS", {"tiny": 4_843})
-    for size, steps, more in ((32, 20, ": give --steps 606 or more"), (32, 606, ""), (8, 20, None), (32, 620, None)):
-        ranks()
-        told.clear()
-        run(tmp_path / str(size), steps, config=dataclasses.replace(CONFIG, image_size=size), save_every=600, **NEVER)
-        said = [text for text in told if "4,843 images: here after step 606, in 2 min" in text]
-        assert [text.partition(" min")[2] for text in said] == ([] if more is None else [more])
-    told.clear()
-    run(tmp_path / "large", 9, config=dataclasses.replace(CONFIG, image_size=32, global_batch_size=24), **NEVER)
-    assert not any("showed objects" in text for text in told), "of such batches it is not known"
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -428,17 +410,3 @@ def test_a_signal_in_a_finalizer_which_drops_what_is_raised_ends_the_run_all_the
     with Stop(), pytest.raises(Stopped):
         time.sleep(5 * bool(Finalized()))
     assert sys.unraisablehook is before
-
-
-def test_a_run_is_as_fast_as_its_last_settings(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    bf16 = dataclasses.replace(CONFIG, precision="bf16")
-    for steps, config in ((10, CONFIG), (14, CONFIG), (20, bf16), (23, bf16)):
-        ranks()
-        run(tmp_path, steps, config=config, **NEVER)
-    rows = logged(tmp_path)
-    starts = {r["step"]: r["settings"] for r in rows if "settings" in r}
-    assert list(starts) == [1, 11, 15, 21]
-    assert starts[1] == starts[11] != starts[15] == starts[21]
-    told = [r | {"images_per_second": 8 / (0.5 if r["step"] < 15 else 5.0 if r["step"] == 15 else 0.25)} for r in rows]
-    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in told))
-    assert run_folder.trained(tmp_path, 8) == (23, 14 * 0.5 + 5.0 + 8 * 0.25, 0.25, None)  # with one that compiled
