@@ -156,15 +156,3 @@ def study(*records: RunRecord) -> Study:
 )
 def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: str, fits: int, words: str) -> None:
     assert sentence(study(searched(limit, fits=fits))) == f"{words}. {CAVEAT}"
-
-
-def test_the_last_search_counts_and_other_work_does_not() -> None:
-    bf16 = dataclasses.replace(CUDA, precision="bf16")
-    other = searched(fits=64, base=bf16, family="tiny, 1 GPU, bf16")
-    larger = {"batch 256": (dataclasses.replace(CUDA, global_batch_size=256), 1.5)}
-    measured = make.sets(larger, baseline=CUDA, experiment="batch_size", family=FAMILY)
-    found = sentence(study(searched("time", fits=512), searched(), other, *measured))
-    assert "largest batch that fits is 1,152 images" in found
-    assert "64 images" not in found, "of which nothing is compared"
-    both = sentence(study(searched(), other))
-    assert all(f"with {name}" in both.lower() for name in (FAMILY.lower(), "tiny, 1 gpu, bf16"))

@@ -114,9 +114,10 @@ def test_the_primary_comparison_comes_first_in_sets_of_its_own_or_of_those_that_
     lab.forget()
     lab.run(experiment(dataclasses.replace(first, together=True), beside), sets=4)
     assert lab.sets[:4] == [("f", [*BOTH, "c1", "c2", "c3"])] * 4, "those that are measured together come with it"
-    assert (
-        lab.sets[4:] == [("g", [*BOTH, "c1"])] * 4
-    )  # --- what is measured alone ------------------------------------------------------------------------------------------
+    assert lab.sets[4:] == [("g", [*BOTH, "c1"])] * 4
+
+
+# --- what is measured alone ------------------------------------------------------------------------------------------
 
 
 def test_what_is_measured_alone_comes_first_and_once_and_again_where_a_failure_may_pass(lab: Lab) -> None:

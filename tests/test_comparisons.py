@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import records as make
-from cells import column
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -149,23 +147,6 @@ def test_each_look_is_paid_for_and_those_of_one_moment_are_one() -> None:
     assert row([*records, *other], looks=[before, look(records, range(8), 30)]).level == 0.035, "of another family"
 
 
-def test_what_a_killed_run_had_measured_is_shown_beside_what_was_shown_before() -> None:
-    records = planted({"bf16": 0.2 + ROUND, "late": [math.nan] * 4 + [0.2, 0.21, 0.2, 0.19]}, NONE, primary="")
-    records = [r for r in records if r.label != "late" or number(r) >= 4]
-    records = [r for r in records if r.label != "bf16" or number(r) < 4]
-    looks = [look(records, range(4), 0)]
-    assert [(row(records, label, looks).sets, row(records, label, looks).verdict) for label in ("bf16", "late")] == [
-        (4, stats.FASTER),
-        (4, stats.FASTER),
-    ]
-
-
-def test_sets_after_a_look_that_tested_nothing_count() -> None:
-    records = planted({"bf16": 0.2 + ROUND}, NONE)
-    found = [row(records, looks=[look(records, range(n), 0)]) for n in (3, 4)]
-    assert [(r.sets, r.level, r.verdict) for r in found] == [(n, stats.FIRST_LOOK, stats.FASTER) for n in (8, 4)]
-
-
 def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:
     """Four sets that scatter by 3 %, beside many comparisons that scatter by 0.5 %: not called alone, called beside."""
     records = planted({"bf16": [0.04, 0.08, 0.01, 0.07]}, [0.0] * 4)
@@ -213,24 +194,6 @@ def test_a_note_disappears_once_its_configuration_is_measured() -> None:
         for records in ([*other, note, *later], [*other, *later, note]):
             after = comparisons(make.study(records))
             assert ("note" in {c.role for c in after}, len({c.family for c in after})) == (False, 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"image_size": 64}, ["training", "training (image size 64)"]),
-        ({"seed": 3}, ["training", "training (seed 3)"]),
-        ({"data_sha256": "fedcba9876543210"}, ["training", "training (data fedcba98)"]),
-    ],
-)
-def test_families_of_one_name_are_told_apart(change: dict[str, Any], names: list[str]) -> None:
-    records = []
-    for values in ({}, change):
-        base = RunConfig(**values)
-        two = {"bf16": (replace(base, precision="bf16"), 1.5)}
-        records += make.sets(two, baseline=base, family="training", step_seconds=0.01, seed=len(values))
-    shown = answer(make.study(records))
-    assert list(dict.fromkeys(column(shown.table(), "Family"))) == names
 
 
 def test_what_is_measured_of_another_baseline_changes_no_answer() -> None:

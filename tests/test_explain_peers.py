@@ -1,13 +1,12 @@
 """What is said of other trainers, from records with planted ratios."""
 
 import dataclasses
-from typing import Any
 
 import records as make
 from cells import column
-from peer_records import COMMON, FAMILY, OWN, WHOLE, against, other, study
+from peer_records import COMMON, FAMILY, OWN, WHOLE, study
 
-from ddpm_lab.explain import findings, stats
+from ddpm_lab.explain import findings
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.plan import LEVERS, OURS
 from ddpm_lab.questions import peers
@@ -33,17 +32,3 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     assert len(answer(both).figure().axes) == len(families)
     alone = answer(study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
     assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
-
-
-def test_an_open_answer_names_the_command() -> None:
-    few = answer(study(*against(count=2))).finding
-    assert (few.status, few.way_out) == (stats.TOO_FEW, "ddpm-lab run peers --batch-size 32")
-    assert answer(WHOLE).finding.way_out == ""
-
-
-def test_others_that_cannot_run_here_are_named_with_the_reason() -> None:
-    why = "diffusers is not installed: make peers"
-    values: dict[str, Any] = {"baseline_label": OURS, "family": FAMILY, "step_seconds": 1.0, **COMMON}
-    missing = {"diffusers": (other("c", precision="fp32"), "unsupported", why)}
-    found = answer(study(*make.sets({}, baseline=OWN, failures=missing, **values))).finding
-    assert (found.status, "diffusers" in found.headline, why in found.claim) == ("failed", True, True)

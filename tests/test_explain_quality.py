@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, OWN, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, OWN, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import (
     IDENTICAL,
@@ -108,34 +108,11 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
         assert Trials(changed(users, workload=OWN)).verdict(own, narrow, "code-1").verdict == expected
 
 
-def test_longer_trials_that_decide_nothing_take_nothing_back() -> None:
-    short = make.trials({"bf16": (BF16, 0.5)})
-    longer = make.trials({"bf16": (BF16, 0.5)}, images=40_000, seeds=1)
-    assert judged(longer).verdict == NOT_ENOUGH
-    assert str(judged([*short, *longer])) == str(judged(short)), "NaN equals NaN in a text"
-    few = [r for r in short if r.config.seed < 2]
-    assert str(judged([*few, *longer])) == str(judged(longer)), "where none decides, the longest says why"
-
-
 def test_a_trial_without_losses_and_partner_takes_nothing_away() -> None:
     trials = make.trials({"bf16": (BF16, 0.5)})
     first = trials[0]
     lone = replace(first, config=replace(first.config, seed=991), quality={**(first.quality or {}), "held_out": []})
     assert judged([*trials, lone]) == judged(trials)
-
-
-@pytest.mark.parametrize("change", [{"network": "ddpm"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
-def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, Any]) -> None:
-    base = replace(BASE, **change)
-    narrow, same = replace(base, precision="bf16"), replace(base, freed_memory="kept")
-    for harm in (0.0, 0.0005):
-        trials = Trials(make.trials({"bf16": (narrow, harm)}, baseline=base, gain=0.001, seed_noise=0.005))
-        found = trials.verdict(base, narrow, "code-1")
-        assert (found.verdict, found.reason, found.seeds_needed) == (NOT_ENOUGH, quality.NO_LOSS_KNOWN, None)
-        assert found.low < found.high < found.margin
-    worse = Trials(make.trials({"bf16": (narrow, 0.05)}, baseline=base))
-    assert worse.verdict(base, narrow, "code-1").verdict == WORSE
-    assert worse.verdict(base, same, "code-1").verdict == IDENTICAL
 
 
 def elsewhere(records: list[RunRecord], **values: str) -> list[RunRecord]:
@@ -158,27 +135,6 @@ def test_a_published_verdict_serves_every_machine() -> None:
         assert Trials([], told).verdict(base, bf16, "code-1").verdict == NOT_MEASURED, change
     synthetic = elsewhere(make.trials({"bf16": (BF16, 0.0)}), data_name="1,900 synthetic images")
     assert Trials([], synthetic).verdict(BASE, BF16, "code-1").verdict == NOT_MEASURED
-
-
-def test_trials_of_this_machine_win_where_they_decide() -> None:
-    told = elsewhere(make.trials({"bf16": (BF16, 0.0)}))
-    own = Trials(make.trials({"bf16": (BF16, 0.02)}), told).verdict(BASE, BF16, "code-1")
-    assert (own.verdict, own.published) == (WORSE, "")
-    few = make.trials({"bf16": (BF16, 0.02)}, seeds=3)
-    assert Trials(few, told).verdict(BASE, BF16, "code-1").published, "three seeds say nothing"
-    assert Trials(few, []).verdict(BASE, BF16, "code-1").verdict == NOT_ENOUGH
-    machines = [*told, *make.on(make.GPUS, elsewhere(make.trials({"bf16": (BF16, 0.02)}, images=16_000)))]
-    assert Trials([], machines).verdict(BASE, BF16, "code-1").verdict == WORSE, "the longest of them"
-
-
-def test_what_cannot_change_a_bit_needs_no_trial() -> None:
-    same: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 2}, {"freed_memory": "kept"}]
-    for change in (*same, {"read_loss": True}):
-        found = Trials([]).verdict(BASE, replace(BASE, **change), "code-1")
-        assert quality.sentence(found) == "identical (the same arithmetic)"
-    other: list[dict[str, Any]] = [{"channels_last": False}, {"kernels": "fused"}, {"threads": 1}, {"loader": "still"}]
-    for change in other:
-        assert Trials([]).verdict(BASE, replace(BASE, **change), "code-1").verdict == NOT_MEASURED
 
 
 def test_who_diverged_is_worse_judges_nobody_and_a_crash_is_no_verdict() -> None:

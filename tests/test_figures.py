@@ -18,7 +18,6 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from scaled_records import ONE, strong, weak
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import Line, Panel, Plot, Row, bars, forest, lines
@@ -118,17 +117,6 @@ def test_an_absurd_interval_ends_with_an_arrow_and_leaves_the_others_readable() 
     assert 1.6 < high < 4
     arrows = {str(line.get_marker()): float(np.asarray(line.get_xdata())[0]) for line in ax.lines}
     assert (arrows["<"], arrows[">"]) == (low, high)
-
-
-def test_ratios_far_apart_have_a_logarithmic_axis_and_panels_share_one() -> None:
-    far = [replace(ROWS[0], value=170.0, low=160.0, high=180.0), ROWS[1]]
-    first, second = forest([PANEL, replace(PANEL, rows=far)], **TEXT).axes
-    assert first.get_xlim() == second.get_xlim()
-    assert first.get_xscale() == "log"
-    losses = Panel(rows=[replace(ROWS[0], value=0.001, low=-0.001, high=0.003)], reference=0, band=(-0.006, 0.006))
-    left, right = forest([PANEL, losses], **TEXT, beside=True).axes
-    assert left.get_xlim() != right.get_xlim()
-    assert right.get_xlim()[0] < -0.006 < 0.006 < right.get_xlim()[1], "the margin is part of the picture"
 
 
 def test_bars_reach_from_zero_to_their_values_and_parts_lie_end_to_end() -> None:
@@ -285,14 +273,6 @@ def test_a_question_has_the_figures_that_its_records_allow(name: str, expected: 
 
 
 # --- comparisons ---
-
-
-def test_failures_are_rows_with_their_reason_and_mechanisms_are_in_no_figure_of_speed() -> None:
-    assert "crashed: the process ended with signal 9" in words(drawn("all failed")[""])
-    assert "1.62 (1.60–1.63)" in words(drawn("resolved")[""])
-    tried = {"2 ranks": (RunConfig(world_size=2), 1.1), "4 ranks": (RunConfig(world_size=4, oversubscribe=True), 1.77)}
-    figure = answer(make.study(make.sets(tried, experiment="multi_gpu", mechanism_only=["4 ranks"]))).figure()
-    assert [name for ax in figure.axes for name in names(ax)] == ["2 ranks"]
 
 
 def test_times_are_the_baselines_divided_by_the_ratios() -> None:

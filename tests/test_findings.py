@@ -93,11 +93,6 @@ def test_a_failure_is_told_with_its_reason(records: list[RunRecord]) -> None:
     assert any("the reason" in note for note in found.notes)
 
 
-def test_an_empty_ledger_names_the_command() -> None:
-    nothing = answer(STUDIES["nothing"]()).finding
-    assert (nothing.status, "ddpm-lab run amp" in nothing.claim) == ("not measured", True)
-
-
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     ranks = {"4 ranks": (RunConfig(world_size=4, oversubscribe=True), 1.77)}
     records = make.sets(ranks, experiment="multi_gpu", mechanism_only=["4 ranks"])
@@ -108,22 +103,6 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     assert "4 ranks" in shown.finding.headline
     assert MECHANISM_ONLY in plain(shown.table())
     assert "1.7" not in shown.finding.claim + plain(shown.table())
-
-
-def test_what_was_left_out_is_told_with_its_reason() -> None:
-    alone = make.sets({}, experiment="multi_gpu")
-    why: dict[str, Any] = {"status": "left out", "reason": "this machine has 1 GPU"}
-    found = answer(make.study([*alone, replace(alone[0], role="note", label="2 GPUs", windows=(), set_id="", **why)]))
-    assert found.finding.status == "not measured"
-    assert "Left out: 2 GPUs (this machine has 1 GPU)." in found.finding.notes
-
-
-def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
-    study = STUDIES["two families, learned"]()
-    fast = make.sets({"compiled": (RunConfig(compile="whole"), 2.0)}, experiment="multi_gpu")
-    found = answer(replace(study, records=(*fast, *(replace(r, primary=False) for r in study.records)))).finding
-    assert any("2 ranks of batch 32" in note for note in found.notes)
-    assert not any("2 ranks of batch 16" in note for note in found.notes)
 
 
 # --- headlines and commands ---
@@ -192,42 +171,6 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         shown = make.study(make.sets({}, data_name="1 of my images" if found is large else "synthetic images"))
         assert findings.way_out_of(shown, found) == command
     assert " --resolution 3% (about " in findings.way_out_of(amp(), row(1.0, set_noise=0.03))
-
-
-def test_a_command_names_the_cpu_of_a_machine_with_gpus() -> None:
-    here = make.study(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.6)}, count=2)))
-    assert answer(here).finding.way_out == "ddpm-lab run amp --device cpu --batch-size 32"
-    assert "--batch-size 32 --device cpu --precision fp32 " in findings.command_of_step(here, RunConfig())
-    assert "--device" not in findings.command_of_step(here, RunConfig(device="cuda")), "that is the usual one there"
-
-
-def test_a_command_names_images_where_they_were_ones_own(tmp_path: Path) -> None:
-    mine = make.sets({"2 workers": (RunConfig(data_sha256="ab"), 1.0)}, baseline=RunConfig(data_sha256="ab", seed=1))
-    both = [*make.sets({"bf16": (BF16, 1.6)}, count=2), *(replace(r, data_name="1 of my images") for r in mine)]
-    gone, here = (replace(mine[0].config, data=str(tmp_path / name)) for name in ("deleted", "my images"))
-    Path(here.data).mkdir()
-    found = [findings.where_of(make.study(both), config) for config in (BF16, mine[0].config, gone, here)]
-    assert found == [[], ["--data", "DATA"], ["--data", "DATA"], ["--data", f"'{here.data}'"]]
-
-
-def test_a_command_names_the_folder_whose_records_it_goes_on_with(tmp_path: Path) -> None:
-    there = replace(amp(count=2), output_dir=tmp_path / "my results")
-    asked = f"ddpm-lab run amp --output-dir '{tmp_path}/my results' --batch-size 32"
-    assert answer(there).finding.way_out == asked
-    assert "--output-dir" not in answer(replace(there, published=True)).finding.way_out
-    words = shlex.split(findings.command_of_step(there, BASE))
-    assert words[words.index("--output-dir") + 1] == f"{tmp_path}/my results"
-
-
-def test_of_several_networks_a_headline_names_its_own() -> None:
-    seed = RunConfig(network="seed")
-    other = make.sets({"bf16": (replace(seed, precision="bf16"), 1.8)}, baseline=seed, family="seed, batch 32, 1 rank")
-    both = make.study([*make.sets({"bf16": (BF16, 0.58)}), *other])
-    assert answer(both).finding.headline.endswith("slower than fp32 (tiny, batch 32, 1 rank)")
-    assert answer(amp()).finding.headline.endswith("than fp32")
-    changes = [replace(r, experiment="bottleneck", primary=False) for r in both.records]
-    headline = answer(make.study(changes)).finding.headline
-    assert headline == "bf16 is 80 % faster than fp32 (seed, batch 32, 1 rank)", "and not 0.58 of the other"
 
 
 def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so() -> None:

@@ -12,7 +12,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state as ms
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions.ask import answer
-from ddpm_lab.record import RunRecord, crowded_sets
+from ddpm_lab.record import RunRecord
 
 DISTURBED = "Disturbed sets, which do not count"
 
@@ -35,19 +35,6 @@ def rows(study: Study) -> dict[str, str]:
 
 def with_others(study: Study, others: float | None) -> Study:
     return replace(study, records=tuple(make.windowed(r, others_cores=others) for r in study.records))
-
-
-def test_a_machine_without_a_gpu_says_so_once() -> None:
-    held = peaks(ranks(), peak_memory_bytes=None, peak_rss_bytes=500 << 20)
-    assert rows(with_others(make.study(make.with_state(held, ram_used_bytes=3 << 30)), 0.2)) == {
-        "Cores kept busy by other processes": "0.20 on average, at most 0.20",
-        "CPU utilisation": "90 % on average",
-        "Memory of the machine in use": "at most 3.0 GiB of 8.0 GiB",
-        DISTURBED: "0 of 6",
-        "GPU utilisation, clocks, temperature and power": ms.NOT_AVAILABLE,
-        "Peak memory of a rank, 1 rank": "500 MiB RSS",
-        "Peak memory of a rank, 2 ranks": "500 MiB RSS",
-    }
 
 
 def test_a_gpu_is_told_with_units() -> None:
@@ -75,17 +62,6 @@ def test_what_is_unknown_is_not_available_and_never_zero() -> None:
     assert {found.pop(f"Peak memory of a rank, {name}") for name in ("1 rank", "2 ranks")} == {"unknown"}
     assert set(found.values()) == {ms.NOT_AVAILABLE}
     assert any("unknown" in note for note in answer(study).finding.notes)
-
-
-def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_not() -> None:
-    quiet = make.study(make.sets({}, count=2))
-    assert ms.warnings(quiet) == ms.warnings(with_others(quiet, None)) == ()
-    assert ms.warnings(with_others(quiet, 1.3))[0].startswith("2 of 2 sets ")
-    study = make.study(make.with_state(ranks(crowded=[(2, 3), (2, 4)])))
-    assert rows(study)[DISTURBED] == "1 of 6"
-    (lost,) = crowded_sets(study.records)
-    assert {m.turn for m in ms.moments(study) if m.record.set_id == lost} == {13, 14, 15, 16, 17, 18}, "over all sets"
-    assert answer(study).finding.notes[-1].startswith("1 of 6 sets ")
 
 
 @pytest.mark.parametrize(("others", "taken"), [(0.5, True), (0.4, False), (None, False)])

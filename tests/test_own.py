@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import runpy
 import sys
 from collections import namedtuple

@@ -13,7 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from jupyter_client.manager import start_new_kernel
-from records import sets, study, time_budget, trials
+from records import sets, study
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import show
@@ -52,25 +52,6 @@ def test_the_figure_is_shown_with_its_text_alternative_and_written(amp: Study) -
     width, height = struct.unpack(">II", image[16:24])
     assert min(width, height) > 300
     assert "bf16" in output.metadata["image/png"]["alt"]
-
-
-@pytest.mark.usefixtures("shell")
-def test_further_figures_are_shown_with_their_text_alternatives_and_written(amp: Study) -> None:
-    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
-    images = [o for o in shown(show.more, judged) if "image/png" in o.data]
-    assert all(image.metadata["image/png"]["alt"] for image in images)
-    assert len(list((amp.output_dir / "image_output").glob("03_amp_*.png"))) == len(images) > 0
-    assert "Margin" in answer(judged).table()[0]
-    assert "Margin" not in answer(amp).table()[0], "a column without a value"
-
-
-@pytest.mark.usefixtures("shell")
-def test_traces_are_named_where_they_are(tmp_path: Path) -> None:
-    found = replace(study([time_budget()], "profile"), output_dir=tmp_path)
-    (tmp_path / "trace_output").mkdir()
-    for there in (False, True):
-        assert shown(show.more, found)[-1].data["text/plain"].endswith(": trace_output/trace.json.gz") == there
-        (tmp_path / "trace_output" / "trace.json.gz").touch()
 
 
 @pytest.mark.usefixtures("shell")

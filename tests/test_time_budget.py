@@ -1,13 +1,11 @@
 """What a profile says, every operator counted once, and what compiling costs."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import records as make
-from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.comparisons import Comparison, comparisons
@@ -20,7 +18,6 @@ from ddpm_lab.questions.torch_compile import break_even, pays_off
 from ddpm_lab.record import RunRecord
 
 SLOW = {**make.PHASES, "communication": 2.0}
-FAST = {**make.PHASES, "forward": 16.0, "backward": 28.0, "communication": 15.4}
 
 
 def taken(*ranks: dict[str, float], **values: Any) -> Budget:
@@ -48,15 +45,6 @@ def test_shares_and_the_rest_sum_to_one_and_a_large_rest_explains_nothing(residu
     assert line.share(tb.COMPUTE) == pytest.approx((23.4 + 34.0 + 3.4 + 0.1) / (65.1 + residual))
     assert of(record).explained == explained
     assert (answer(make.study([record])).finding.verdict == "not explained") == (not explained)
-
-
-def test_the_slowest_rank_answers() -> None:
-    found = taken(FAST, SLOW)
-    assert (found.rank, list(found.others)) == (1, [0])
-    shown = answer(make.study([make.time_budget(FAST, SLOW, residual=1.0)]))
-    times = [float(text.removesuffix(" ms")) for text in column(shown.table(), "Time per step, rank 1 (slowest)")]
-    assert sum(times[:-1]) == pytest.approx(times[-1], rel=0.01)
-    assert "Rank 0" in shown.table()[0]
 
 
 def test_the_trace_is_compared_share_by_share() -> None:
@@ -111,16 +99,6 @@ def test_shares_count_each_second_once() -> None:
     assert first.share == pytest.approx(7.0 / total)
     record.profile["operators"][3]["self_device_seconds"] = 2.0
     assert [(op.name, op.seconds) for op in tb.operators(record)] == [("aten::native_group_norm_backward", 2.0 / 4)]
-
-
-def test_a_profile_that_saw_nothing_of_the_gpu_says_so() -> None:
-    for device, seconds, told in (("cuda", 0.0, True), ("cuda", 2.0, False), ("cpu", 0.0, False)):
-        record = make.time_budget()
-        record = dataclasses.replace(record, config=dataclasses.replace(record.config, device=device))
-        assert record.profile is not None
-        record.profile["operators"][3]["self_device_seconds"] = seconds
-        shown = answer(make.study([record]))
-        assert ("saw nothing of the GPU" in shown.finding.claim) == told
 
 
 # --- what compiling costs ---
