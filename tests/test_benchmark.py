@@ -19,9 +19,8 @@ from ddpm_lab.__main__ import _parser
 from ddpm_lab.cli import report
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import LOST, Experiment
+from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import experiments, planning
-from ddpm_lab.questions.ask import answer
 from ddpm_lab.reports import benchmark
 
 ALONE = replace(ONE, global_batch_size=256)
@@ -147,30 +146,6 @@ def test_the_files_and_the_table_hold_what_the_comparisons_say() -> None:
     assert [*benchmark.comparison(STUDIES["several alone"])[0].values()][1] == "not measured"
     ranks = benchmark.comparison(STUDIES["ranks"])
     assert not any("GPU" in cell for row in ranks for cell in (*row, *row.values()))
-
-
-def test_only_the_network_that_was_measured_last_is_told_of() -> None:
-    """Whatever else was measured: other networks and loaders, ranks that share cores, the lost scaling, checks."""
-    last, ranks = family(32, 1.1), family(16, 1.0, device="cpu", ranks=2)
-    files = [
-        replace(r, config=replace(r.config, loader="files", loader_workers=1), family="files", baseline_id="files")
-        for r in family(32, 1.9)
-    ]
-    shared = [replace(r, mechanism_only=r.role != "baseline") for r in ranks]
-    lost = [replace(r, family=f"{r.family}{LOST}") for r in ranks]
-    for every in ([*ranks, *last], [*files, *last], [*last, *shared], [*last, *lost]):
-        shown = benchmark.of_last(study(every))
-        assert benchmark.comparison(shown) == benchmark.comparison(study(last))
-        assert answer(shown).finding.headline == answer(study(last)).finding.headline
-    check = make.record(replace(last[0].config, purpose="check"), role="check", label="8 GPUs", status="crashed")
-    check = replace(check, experiment="multi_gpu", reason="the gradient is off")
-    assert "Wrong gradient" in answer(benchmark.of_last(study([check, *last]))).finding.claim
-
-
-def test_sets_that_others_disturbed_give_no_speed() -> None:
-    lost = study(family(32, 1.6, device="cpu", ranks=2, crowded=range(6)))
-    for row in (benchmark.to_dict(lost, r) for r in benchmark.rows(lost)):
-        assert {row[name] for name in benchmark.SPEEDS} == {None}
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------------------

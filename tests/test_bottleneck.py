@@ -70,17 +70,6 @@ def labels(found: Experiment) -> list[str]:
     return [label for family in found.families for label, _ in family.candidates]
 
 
-def test_the_present_settings_are_profiled_and_are_every_baseline() -> None:
-    found = bottleneck(setup(), global_batch_size=16, loader="files", loader_workers=1, precision="bf16")
-    ((_, _, profile),) = found.profiles
-    assert len(found.families) == 2
-    for family in found.families:
-        assert family.baseline.differences(profile).keys() == {"purpose"}
-        assert (family.baseline.loader, family.baseline.precision) == ("files", "bf16")
-    assert len(labels(bottleneck(setup("smoke")))) == 4
-    assert labels(bottleneck(setup(), only=["batch 64", "bf16"])) == ["bf16", "batch 64"]
-
-
 def test_compiles_that_take_more_than_half_of_the_time_are_left_out_with_the_reason() -> None:
     asked = bottleneck(setup(), only=["bf16", "compiled", "batch 64"])
     short = fitting(asked, 119, Held())
@@ -165,16 +154,6 @@ def test_what_is_resolved_goes_first() -> None:
     assert by_title(few, "2 ranks").status == ranked.INCONCLUSIVE, "three sets do not show that nothing is gained"
 
 
-def test_what_is_known_to_cost_quality_is_not_recommended_and_said() -> None:
-    records = [profiled(CONFIG, {"forward": 100.0}), *told(CONFIG, {"bf16": (BF16, 1.5)})]
-    for harm, status, usable in ((0.1, ranked.WORSE, False), (0.0, ranked.FASTER, True), (None, ranked.FASTER, False)):
-        trials = () if harm is None else make.trials({"bf16": (BF16, harm)}, baseline=CONFIG)
-        shown = study(*records, trials=trials)
-        found = by_title(shown, "bf16")
-        assert (found.status, found.usable) == (status, usable)
-        assert (found in question.advice(shown)) == (harm != 0.1)
-
-
 def test_other_code_other_baselines_failures_and_notes_are_no_measurements_of_this() -> None:
     budget, measured = profiled(CONFIG, BUSY), told(CONFIG, {"bf16": (BF16, 1.5)})
     other_code = [replace(r, code_version="code-2") for r in measured]
@@ -189,14 +168,6 @@ def test_other_code_other_baselines_failures_and_notes_are_no_measurements_of_th
     note = replace(note, experiment="bottleneck", family="one change at a time", baseline_id=CONFIG.run_id)
     left_out = by_title(study(budget, note, *measured), "compiled")
     assert (left_out.status, "it takes too long" in left_out.evidence) == (ranked.NOT_MEASURED, True)
-
-
-def test_a_profile_that_failed_is_told_and_no_other_speaks_for_it() -> None:
-    other = replace(profiled(RunConfig(network="seed"), BUSY), experiment="profile")
-    lost = replace(profiled(CONFIG, BUSY), experiment="bottleneck", status="oom", reason="90 GiB asked", profile=None)
-    assert question.subject(study(other)) is not None
-    assert question.subject(study(other, lost)) is None
-    assert question.summary(study(other, lost)) == ["The step could not be profiled: out of memory: 90 GiB asked."]
 
 
 def test_commands_name_the_present_settings_and_the_change() -> None:

@@ -96,17 +96,6 @@ def test_what_is_found_missed_differs_or_is_noisy(
     assert resolvable == sorted(resolvable, reverse=True), "more time resolves more"
 
 
-def test_disturbed_sets_do_not_count_and_are_told() -> None:
-    """Beside a process that takes a core the planted slowdown reads three times as slow."""
-    found = judged(calibrated(crowded=range(8)))
-    assert (found.slower.sets, found.slower.disturbed_sets, found.passed) == (12, 8, True)
-    assert found.slower.ratio.contains(1 / 1.05)
-    assert "8 more were disturbed" in lines(found)[1]
-    assert calibration(calibrated(count=3, crowded=range(3))) is None
-    limited = [replace(r, config=replace(r.config, threads=1)) for r in calibrated()]
-    assert judged(limited).as_dict()["threads"] == 1
-
-
 def test_nothing_is_made_up_of_few_sets() -> None:
     for records in (calibrated(), calibrated(count=1), calibrated(1.0, twin=1.1)):
         found = judged(records)

@@ -14,15 +14,14 @@ from claimed import BASE, CONFIGS, STEP
 from conftest import done_alone
 from setups import setup
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import INCONCLUSIVE
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
+from ddpm_lab.measure.alone import run_wrong_ways
 from ddpm_lab.plan import Experiment
-from ddpm_lab.questions.ask import answer, ask
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.claims import (
     CONFIRMED,
     FAULTS,
@@ -42,25 +41,6 @@ HERE = setup()
 
 def ways(experiment: Experiment) -> set[str]:
     return {way for check in experiment.checks for way in check.config.option("ways", "").split()}
-
-
-def test_wrong_ways_are_repeated_beside_sets_of_the_same_settings_as_the_machine_can_show() -> None:
-    experiment = claims(HERE)
-    (family,) = experiment.families
-    assert [label for label, _ in family.candidates] == ["bf16", "compiled", "batch 32", "2 ranks"]
-    assert len({c.config.run_id for c in experiment.checks}) == len(experiment.checks) == 6 * 3, "each has a record"
-    assert {c.label for c in experiment.checks} <= {"fp32", *(label for label, _ in family.candidates)}
-    assert {c.config.workload for c in experiment.checks} == {WORKLOAD}
-    smoke = claims(replace(HERE, preset="smoke"))
-    assert all(config.compile == "off" for config in smoke.configurations), "compiling takes most of a minute"
-    cpu, gpu = ways(experiment), ways(claims(replace(HERE, device="cuda", gpus=1)))
-    assert cpu ^ gpu == {"one_thread", "loss_read", "unsynchronised", "phases_waited_for"}
-    alone = claims(replace(HERE, usable_cores=1))
-    assert "one_thread" not in ways(alone), "no core is left idle"
-    assert alone.left_out == (("tiny, batch 8", "2 ranks", "each rank needs a device of its own"),)
-    for wrong in ({"repeats": 0}, {"seeds": 3}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            ask("claims", HERE, **wrong)
 
 
 def ran(label: str, synthetic: RunConfig, folder: Path) -> dict[str, Any]:
@@ -261,20 +241,6 @@ def test_gpus_decide_about_each_value_of_a_setting(key: str, ratios: dict[int, f
     rows = {f"{name} {n}": (replace(base, **{name: n}), ratio) for n, ratio in ratios.items()}  # type: ignore[arg-type]
     assert verdict(on(make.GPUS, *sets(question, rows, baseline=base)), key) == expected
     assert verdict(on(make.CPU), key) == UNTESTABLE
-
-
-def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
-    for baseline, machine in ((BASE, make.CPU), (CUDA, ONE_GPU)):
-        config = replace(baseline, compile="whole")
-        quick, slow, same = (
-            sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8, 1.0)
-        )
-        found = verdict_on(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
-        assert (found.verdict, "pays off after" in found.why) == (REFUTED, True)
-        assert verdict(on(machine, *quick), "S004-4", "unsuitable") == NOT_MEASURED, "without its cost"
-        assert verdict(on(machine, *same, cold(config, baseline)), "S004-4", "unsuitable") == INCONCLUSIVE
-        told = verdict(on(machine, *slow, cold(config, baseline)), "S004-4", "unsuitable")
-        assert told == (CONFIRMED if machine is ONE_GPU else UNTESTABLE), "a slow CPU says nothing of a GPU"
 
 
 def test_what_a_number_means_is_decided_anywhere() -> None:

@@ -14,7 +14,6 @@ from conftest import code_of
 from setups import setup
 
 from ddpm_lab import plan
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
@@ -25,7 +24,6 @@ from ddpm_lab.plan import Family, Plan
 from ddpm_lab.questions import lost_scaling as question
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.lost_scaling import Split, excess_shares, lost_scaling, slowest_rank, splits
-from ddpm_lab.questions.multi_gpu import multi_gpu
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Setup
 
@@ -41,7 +39,6 @@ PARTS = {
 }
 # One rank pays for its data too, so that half of it is no loss; half of what is fixed is one.
 LOST = {"data": 0.5, "fixed": 0.5}
-OVERSUBSCRIBED = dataclasses.replace(setup(cores=2), oversubscribe=True)
 
 
 def family_of(machine: Setup, **settings: Any) -> Family:
@@ -54,55 +51,6 @@ FAMILY = family_of(setup(cores=2))
 
 
 # --- the configurations -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("gpus", "threads"), [(0, 2), (2, 0)])
-def test_each_configuration_has_its_own_thing_off(gpus: int, threads: int) -> None:
-    family = family_of(setup(gpus=gpus, cores=4), loader="files", loader_workers=2)
-    rows = dict(family.candidates)
-    one, (label, many), small = rows[plan.ONE_RANK], family.candidates[0], rows[plan.ONE_SMALL]
-    assert (one.loader, one.loader_workers) == ("files", 2)
-    assert (label, family.together) == ("2 GPUs" if gpus else "2 ranks", True)
-    assert family.baseline == dataclasses.replace(one, loader="still", loader_workers=0)
-    assert set(many.differences(one)) == {"world_size"}
-    assert set(rows[plan.NO_EXCHANGE].differences(many)) == {"exchange"}
-    assert set(rows[plan.READY_BATCHES].differences(many)) == {"loader", "loader_workers"}
-    assert set(rows[plan.ALL_OFF].differences(many)) == {"exchange", "loader", "loader_workers"}
-    assert small == dataclasses.replace(family.baseline, global_batch_size=8)
-    assert rows.get(plan.ONE_SMALL_THREADS) == (dataclasses.replace(small, threads=threads) if threads else None)
-
-
-def test_it_is_measured_in_full_or_when_asked_for() -> None:
-    for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
-        found = multi_gpu(setup(preset, cores=4), lost_scaling=asked)
-        assert [f.name.endswith(plan.LOST) for f in found.families if f.together] == [True] * there
-
-
-@pytest.mark.parametrize(
-    ("machine", "asked", "split"),
-    [
-        (setup(gpus=8), {"global_batch_sizes": [4, 64, 32]}, ("8 GPUs", 32)),
-        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [24, 18]}, ("2 ranks", 18)),
-    ],
-)
-def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split(
-    machine: Setup, asked: dict[str, Any], split: tuple[str, int]
-) -> None:
-    found = multi_gpu(machine, lost_scaling=True, **asked)
-    (family,) = (f for f in found.families if f.together)
-    label, config = family.candidates[0]
-    assert (label, config.global_batch_size) == split
-    others = {f.baseline.run_id for f in found.families if f is not family}
-    assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
-    over = machine is OVERSUBSCRIBED  # ranks that share cores say so in every part
-    assert all(c.oversubscribe == (over and c.world_size > 2) for c in found.configurations)
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    smoke = dataclasses.replace(OVERSUBSCRIBED, preset="smoke")
-    for ranks, words in (([1], "world_sizes of several ranks"), ([1, 2, 3], "16 cannot be shared by 3 ranks")):
-        with pytest.raises(ConfigError, match=words):
-            multi_gpu(smoke, lost_scaling=True, world_sizes=ranks)
 
 
 # --- planted losses ---------------------------------------------------------------------------------------------------
@@ -253,15 +201,6 @@ def test_identical_ranks_have_no_excess_and_are_rarely_named(ranks: int) -> None
     assert abs(means.mean()) < 3 * means.std() / len(means) ** 0.5
     assert abs(means.mean()) < NOISE / 10, "chosen where it is measured, it would be half the noise"
     assert np.mean([slowest_rank(found) != "" for found in trials]) <= 0.05
-
-
-def test_a_slower_rank_is_named_with_its_excess() -> None:
-    seconds = noisy(np.random.default_rng(0), 6, 16)
-    seconds[:, 12] *= 1.1
-    found = ranked(seconds, RunConfig(world_size=16, global_batch_size=16))
-    assert np.mean(excess_shares(found)) == pytest.approx(1 - 1 / 1.1, abs=NOISE)
-    assert np.isnan(excess_shares(found[:1])).all(), "no other set to say which it is"
-    assert (slowest_rank(found), slowest_rank(found[:3])) == ("rank 12", ""), "a claim needs four sets"
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------

@@ -44,14 +44,6 @@ def test_an_efficiency_is_called_by_its_whole_interval_and_by_the_bands_that_wer
         assert words in rated(strong({2: ratio}, set_noise=noise))
 
 
-def test_one_set_has_no_band_and_ranks_of_a_cpu_share_its_cores() -> None:
-    once = answer(study(strong({2: 1.99}, count=1)))
-    assert "no interval" in once.table()[-1]["Efficiency, by S001's bands"]
-    assert (once.finding.status, "scaling" in once.finding.notes[0]) == (stats.TOO_FEW, False)
-    records = make.sets({"2 ranks": (RunConfig(world_size=2), 1.1)}, baseline_label="1 rank", experiment="multi_gpu")
-    assert "2 cores" in answer(study(records)).finding.notes[1]
-
-
 # --- one rank or several ----------------------------------------------------------------------------------------------
 
 
@@ -97,14 +89,6 @@ def test_what_was_measured_overrules_the_prior(
     assert (found.answer, found.source, found.measured_batch) == (answer, "measured", 16)
     assert found.ratio == pytest.approx(ratio, rel=0.05)
     assert bool(found.way_out()) == (answer == stats.INCONCLUSIVE)
-
-
-def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
-    both = (gpus({2: 0.7}, batch=32), gpus({2: 1.7}, batch=256))
-    for batch, said, nearest in ((64, SINGLE, 32), (128, MULTI, 256)):
-        found = ask(*both, batch=batch)
-        assert (found.answer, found.measured_batch) == (said, nearest)
-        assert f"batch {nearest}" in found.source
 
 
 def test_records_of_another_network_device_or_step_decide_nothing() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ from PIL import Image, ImageFilter
 from scipy import stats
 from test_archives import png as encoded
 
-from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import selection
 from ddpm_lab.explain.charts import png
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports import published
-from ddpm_lab.training.setting import own_data
 
 SLUG = "example-cpu-9000-2-cores-no-gpu"
 
@@ -175,29 +173,6 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     assert not published.same_picture(figure, png(drawn))
 
 
-def test_the_lab_answers_beside_a_training_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own questions and the recommendation, whatever was measured last; a look at either tells of scatter."""
-    own = RunConfig(workload=OWN, options=(("make", "mine:make"),), data_sha256=f"{own_data('mine:make')}1")
-    values: dict[str, Any] = {"environment": make.environment(date="2026-01-04T10:00:00+00:00"), "baseline": own}
-    mine = make.sets({"bf16": (replace(own, precision="bf16"), 1.9)}, **values)
-    mine += make.sets({"compiled": (replace(own, compile="whole"), 1.9)}, experiment="torch_compile", **values)
-    look = make.look(mine[0], [r.set_id for r in mine[:18]], "2026-01-05T10:00:00+00:00")
-    ledger = tmp_path / "own.jsonl"
-    note = make.record(
-        RunConfig(), role="note", set_id="", experiment="torch_compile", environment=values["environment"]
-    )
-    Ledger(ledger).append([*own_records(), note, *mine, look])
-    published.publish([ledger], None, tmp_path)
-    kept = Ledger(tmp_path / PUBLISHED / f"{SLUG}.jsonl").read()[0]
-    assert {(r.experiment, r.config.is_own) for r in kept} == {("amp", False)}
-    monkeypatch.setattr(published, "_draw", lambda studies, _: [(answer(s), s.looks) for s in studies])
-    shown: list[Any] = published.rebuild([ledger], None, tmp_path)
-    ratios = {told.file: told.finding.ratio for told, _ in shown}
-    expected = {"03_amp": 1.5, "05_torch_compile_mine_make": 1.9, "06_recommendation": 1.5}
-    assert ratios == pytest.approx(expected, rel=0.03)
-    assert [[r.run_id for r in looks] for _, looks in shown] == [[own.run_id]] * 3
-
-
 def test_nothing_to_publish_missing_files_and_torn_lines_are_named(output: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(LedgerError, match=r"empty\.jsonl"):
@@ -323,18 +298,6 @@ def test_the_table_of_single_changes_is_what_the_records_give() -> None:
             check_interval(low, high, logs)
             if (name, words) == ("`seed`, batch 8", "bf16"):
                 assert f"[{found[2]} times as fast](docs/measuring.md#more-results) as fp32 on one processor" in README
-
-
-def test_the_gpu_was_as_busy_as_the_readme_says_and_graphs_as_fast() -> None:
-    busy: dict[str, list[float]] = defaultdict(list)
-    for record in records(H100):
-        if record["experiment"] == "torch_compile":
-            name = record["label"].removesuffix(" again")
-            busy[name] += [w["state"]["gpu_utilisation_percent"] for w in record["windows"]]
-    eager, compiled = (f"{np.mean(busy[name]):.0f} %" for name in ("eager", "compiled"))
-    assert f"Eager, the GPU was busy {eager} of the time, compiled {compiled}" in README
-    (log,) = sets_of(H100, "torch_compile", f"{ON_A_GPU}, bf16", "compiled, CUDA graphs")
-    assert f"launched as CUDA graphs, in place of eager bf16 | {math.exp(log):.2f}, 1 set" in README
 
 
 def test_every_ratio_of_the_readme_is_derived_here() -> None:

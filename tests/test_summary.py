@@ -11,16 +11,14 @@ import records as make
 from conftest import Call
 from scaled_records import family, paired
 
-from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import WEAK
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
 from ddpm_lab.reports import summary
-from ddpm_lab.reports.summary import ACCURACY, Summary, settings
+from ddpm_lab.reports.summary import ACCURACY, Summary
 from ddpm_lab.training.run_folder import RunFolder
 
 BASE = RunConfig()
@@ -100,16 +98,6 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert [*summary.grid([shared])[0].values()][4] == "unknown"
 
 
-def test_strong_and_weak_scaling_of_one_batch_have_their_own_seconds() -> None:
-    one = RunConfig(global_batch_size=16)
-    how: dict[str, Any] = {"baseline": one, "baseline_label": "1 rank", "experiment": "multi_gpu"}
-    strong = make.sets({"2 ranks": (replace(one, world_size=2), 1.5)}, family="tiny, batch 16", **how)
-    twice = replace(one, world_size=2, global_batch_size=32)
-    weak = make.sets({"2 ranks": (twice, 1.6)}, family=f"tiny, batch 16 per rank{WEAK}", count=4, seed=2, **how)
-    alone = [run.seconds for found in (strong, weak) for run in summary.of_study(make.study(found), "")]
-    assert [run.seconds for run in summary.of_study(make.study([*strong, *weak]), "")] == alone
-
-
 def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_are_none() -> None:
     """Times that drift between sets give another ratio of means than of pairs."""
     answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
@@ -134,18 +122,6 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
-
-
-def test_what_is_trained_and_where_should_not_differ() -> None:
-    base, other = settings(BASE), replace(BASE, seed=1, world_size=2, diffusion=DiffusionConfig(objective="v"))
-    found = summary.differences(base, settings(other))
-    assert found == {"world_size": (1, 2), "diffusion.objective": ("noise", "v"), "seed": (0, 1)}
-    assert set(summary.unexpected(found, ["world_size"])) == {"seed", "diffusion.objective"}
-    faster = summary.differences(base, settings(replace(BASE, optimizer=replace(BASE.optimizer, learning_rate=1e-3))))
-    assert summary.unexpected(faster, ["optimizer"]) == [], "a table's name stands for all in it"
-    with pytest.raises(ConfigError, match="'ranks'"):
-        summary.unexpected({}, ["ranks"])
-    assert summary.differences(settings(replace(BASE, data="/one")), base) == {}, "wherever the images lie"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
