@@ -8,7 +8,6 @@ import records as make
 from scaled_records import exchanged
 from setups import setup
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
 from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.exchange import NO_EXCHANGE, exchange
@@ -37,18 +36,6 @@ def test_settings_for_pcie_leave_each_collective_an_algorithm_and_are_values_tha
     algorithms = {name: able & {*named.get(name, usual).lower().split(",")} for name, able in known.items()}
     assert algorithms == {"allreduce": {"tree"}, "broadcast": {"ring"}, "allgather": {"ring"}}
     assert int(NCCL["pcie"]["NCCL_NTHREADS"]) in range(64, 513, 32)
-
-
-def test_ranks_and_batch_can_be_chosen_and_one_rank_exchanges_nothing() -> None:
-    found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
-    sizes = [(f.baseline.world_size, f.baseline.global_batch_size) for f in found]
-    assert sizes == [(2, 16), (4, 16)]
-    (family,) = exchange(setup("smoke")).families
-    assert [name for name, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
-    alone = exchange(setup(cores=1))
-    assert ([f.candidates for f in alone.families], [label for _, label, _ in alone.left_out]) == ([()], ["2 ranks"])
-    with pytest.raises(ConfigError, match="world_sizes has 1"):
-        exchange(setup(), world_sizes=[1, 2])
 
 
 def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without_and_never_leads() -> None:

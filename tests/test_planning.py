@@ -91,18 +91,6 @@ def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: A
     assert not (tmp_path / "images").exists()
 
 
-def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(plan: Asking) -> None:
-    asked: list[dict[str, Any]] = [{}, {"preset": "full"}, {"sets": 5}, {"preset": "smoke"}]
-    targets = [plan(**settings, further=False).target for settings in asked]
-    assert [(t.exact, t.sets, t.plan.turns) for t in targets] == [
-        (False, 6, 0),
-        (False, 12, 0),
-        (True, 5, 0),
-        (True, 1, 2),
-    ]
-    assert not any(t.further for t in targets)
-
-
 # --- the network -----------------------------------------------------------------------------------------------------
 
 

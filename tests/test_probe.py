@@ -193,16 +193,6 @@ def test_what_fails_by_chance_is_not_kept(tmp_path: Path, play: Play) -> None:
     assert probe._name(fastest(tmp_path)[0]) == "fp32, fused kernels"
 
 
-def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play) -> None:
-    machine = play(**SPEEDS)
-    compiled = dataclasses.replace(USUAL, kernels="aten", compile="whole")
-    on_a_gpu = dataclasses.replace(USUAL, kernels="aten", device="cuda", freed_memory="default")
-    ways: list[dict[str, Any]] = [{"steps": 3}, {"probing": False}, {"config": compiled}, {"config": on_a_gpu}]
-    for how in ways:
-        assert fastest(tmp_path, **how) == (how.get("config", USUAL), "")
-    assert not machine.steps
-
-
 @pytest.mark.slow
 def test_real_groups_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic: RunConfig) -> None:
     monkeypatch.setattr(probe, "SECONDS", 3.0)

@@ -1,7 +1,6 @@
 """Trials: what is trained for quality, what is said of what was learned, and FIDs."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +10,10 @@ from setups import setup
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import NOT_TRAINED, Experiment, Family, Trial
+from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
 from ddpm_lab.questions import quality as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
-from ddpm_lab.questions.quality import with_trials
 from ddpm_lab.training.setting import Setup
 
 HERE = setup()
@@ -103,54 +100,6 @@ def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name:
     assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
 
 
-def test_settings_that_learn_the_same_are_trained_and_checked_once() -> None:
-    base, bf16 = HERE.config(), HERE.config(precision="bf16")
-    kept = (("kept", replace(base, freed_memory="kept")), ("bf16", bf16), ("both", replace(bf16, freed_memory="kept")))
-    of = Experiment(name="amp", families=(Family(name="f", baseline=base, baseline_label="fp32", candidates=kept),))
-    found = with_trials(of, HERE, seeds=2, images=400)
-    assert [(t.label, t.config.seed) for t in judged(found)] == [(name, i) for i in (0, 1) for name in ("fp32", "bf16")]
-    assert [c.label for c in found.checks] == ["bf16"]
-
-
-def test_batches_of_every_size_are_trained_on_equal_images() -> None:
-    def images(name: str, here: Setup = HERE, **grid: Any) -> set[object]:
-        return {t.config.option("images", 0) for t in ask(name, here, **grid).trials}
-
-    common: dict[str, Any] = {"seeds": 1, "images": 4_000, "global_batch_size": 48}
-    assert images("quality", **common) == {4_032}, "whole steps of 48 and of 96"
-    assert images("quality", **common, candidates=["bf16"]) == {4_000}, "one size: nothing to make equal"
-    assert images("quality", replace(HERE, preset="full")) == {20_000}
-
-
-@pytest.mark.usefixtures("multiplying_bf16")
-def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
-    levers = ask("peers", replace(HERE, network="seed"), parts=["levers"], seeds=2).trials
-    alone = [t for t in levers if t.config.workload != TRAINING]
-    same = {"files, no workers", "freed memory given back", "every loss read"}
-    assert {t.label for t in alone} == {"as by default", *same}
-    assert {t.config.option("draws", 1) for t in alone} == {0}
-    assert same.isdisjoint(t.label for t in levers if t not in alone)
-    both = ask("workers", replace(HERE, preset="full"))
-    assert {t.config.precision for t in both.trials} == {"fp32", "bf16"}, "each family's loader changes nothing"
-
-
-def test_only_what_may_change_a_gradient_is_trained_for_its_quality() -> None:
-    """Two ranks' sum is the same whatever bucket it travels in; hooks round it, and the sum of three has an order."""
-    experiment = ask(
-        "exchange", replace(HERE, usable_cores=4), seeds=3, images=400, world_sizes=[2, 3], global_batch_size=12
-    )
-    learned: dict[int, set[str]] = {2: set(), 3: set()}
-    same: dict[int, set[str]] = {2: set(), 3: set()}
-    for t in experiment.trials:
-        (learned if t.config.workload == TRAINING else same)[t.config.world_size].add(t.label)
-    assert learned[2] == {"default", "bf16 hook", "fp16 hook"}
-    assert {"default", "static graph", "buckets of 5 MiB", "no bucket view"} <= same[2]
-    assert learned[3] >= {"default", "bf16 hook", "buckets of 5 MiB", "static graph"}
-    assert not same[3]
-    assert all(t.config.exchange.enabled for t in experiment.trials)
-    assert all(t.config.accumulation == 1 for t in experiment.trials)
-
-
 # --- what they have learned ---
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
@@ -161,16 +110,6 @@ LOSSES = {"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.02), "2 micro-batches": (MI
 def studied(seeds: int = 8) -> Study:
     speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32")
     return replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES, seeds=seeds)))
-
-
-def test_what_leads_is_faster_and_judged() -> None:
-    few = answer(studied(3)).finding
-    assert (few.status, few.verdict) == (NOT_ENOUGH, NOT_ENOUGH)
-    assert few.way_out == "ddpm-lab run quality --batch-size 32 --seeds 8"
-    assert answer(studied()).finding.way_out == ""
-    assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
-    harmed = make.trials({"bf16": (BF16, 0.05), "batch 64": (LARGE, 0.0)})
-    assert answer(replace(studied(), trials=tuple(harmed))).finding.headline.startswith("Batch 64 trains 1.3")
 
 
 def checked(study: Study, error: float) -> Study:

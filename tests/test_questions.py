@@ -7,15 +7,10 @@ from setups import MACHINES
 from setups import machine_setup as setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
-from ddpm_lab.questions.amp import amp
 from ddpm_lab.questions.ask import ask, questions
-from ddpm_lab.questions.batch_size import batch_size
 from ddpm_lab.questions.bottleneck import SIZES
 from ddpm_lab.questions.multi_gpu import multi_gpu
-from ddpm_lab.questions.torch_compile import torch_compile
-from ddpm_lab.questions.workers import workers
 
 
 def labels(experiment: Experiment) -> list[list[str]]:
@@ -27,11 +22,6 @@ def labels(experiment: Experiment) -> list[list[str]]:
 def batches(experiment: Experiment) -> list[int]:
     """Global batch size of each family that answers the question."""
     return [f.baseline.global_batch_size for f in experiment.families if f.primary or not f.together]
-
-
-def of_kind(experiment: Experiment, kind: str) -> tuple[Family, ...]:
-    """Families of one kind of scaling."""
-    return tuple(f for f in experiment.families if scaling(f.name) == kind)
 
 
 def members(family: Family) -> list[Any]:
@@ -99,53 +89,6 @@ def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
 
 # --- precision, workers, compiling, batch sizes ----------------------------------------------------------------------
 
-GRIDS: list[tuple[str, str, str, list[list[str]]]] = [
-    ("amp", "8 GPUs", "quick", [["fp32", "bf16", "fp16", "tf32"]]),
-    ("multi_gpu", "8 GPUs", "full", [["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]] * 10),
-    ("workers", "64 cores", "full", [[f"{n} worker{'s' * (n != 1)}" for n in (0, 20, 1, 2, 4, 8, 12, 16)]] * 3),
-    (
-        "torch_compile",
-        "8 GPUs",
-        "full",
-        [["eager", "compiled", "compiled, CUDA graphs", "compiled block by block"]] * 2,
-    ),
-    ("batch_size", "2 cores", "full", [[f"batch {32 * 2**i}" for i in range(5)]]),
-]
-
-
-@pytest.mark.parametrize(("name", "machine", "preset", "expected"), GRIDS)
-def test_a_preset_measures_what_fits_the_machine(
-    name: str, machine: str, preset: str, expected: list[list[str]]
-) -> None:
-    """The most workers come right after none, since they say most where time is short."""
-    assert labels(questions()[name](setup(machine, preset))) == expected
-
-
-def test_settings_that_are_fixed_besides() -> None:
-    full = multi_gpu(setup("8 GPUs", "full"))
-    for kind in ("strong", "weak"):
-        assert [f.baseline.global_batch_size for f in of_kind(full, kind)] == [32, 64, 128, 256, 512]
-    compiled = [c for f in torch_compile(setup("8 GPUs", "full")).families for c in members(f)]
-    assert {(c.precision, c.loader_workers) for c in compiled} == {("bf16", 4)}
-    alone = [f for f in workers(setup("64 cores", "full")).families if f.name.startswith("loader alone, ")]
-    assert [{c.workload for c in members(f)} for f in alone] == [{LOADER_ALONE}]
-    (sizes,) = batch_size(setup("1 GPU", "quick")).families
-    assert sizes.search_up_to == 65_536
-
-
-@pytest.mark.parametrize(("machine", "precision"), [("8 GPUs", "tf32"), ("2 cores", "fp32")])
-def test_others_come_in_the_precision_that_torch_gives_them(machine: str, precision: str) -> None:
-    asked = questions()["peers"](setup(machine, network="seed"), trainers=["the published code"])
-    found = {f.name: c.precision for f in asked.families for label, c in f.candidates if label == "the published code"}
-    assert list(found.values()) == [precision]
-
-
-def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:
-    assert batches(amp(setup("8 GPUs"), world_sizes=[6])) == [132]
-    assert batches(amp(setup("8 GPUs"), world_sizes=[1, 6], global_batch_size=60)) == [60, 60]
-    with pytest.raises(ConfigError, match=r"global_batch_size 64 cannot be shared by 6 ranks.*multiple of 6"):
-        amp(setup("8 GPUs"), world_sizes=[6], global_batch_size=64)
-
 
 # --- refusals, primary comparisons, free cores ------------------------------------------------------------------------
 
@@ -187,31 +130,3 @@ def test_wrong_values_are_refused_in_a_sentence(name: str, grid: dict[str, Any],
         ask(name, here, **grid)
     assert "\n" not in str(refusal.value)
     assert not [word for word in words if word not in str(refusal.value)]
-
-
-def test_a_question_has_one_primary_comparison() -> None:
-    rows: list[tuple[str, str, str, dict[str, Any], str]] = [
-        ("amp", "8 GPUs", "full", {}, "bf16"),
-        ("multi_gpu", "2 cores", "quick", {}, "2 ranks"),
-        ("multi_gpu", "8 GPUs", "full", {}, "8 GPUs"),
-        ("workers", "64 cores", "full", {}, "2 workers"),
-        ("workers", "64 cores", "quick", {"worker_counts": [0, 4, 8]}, "8 workers"),
-        ("torch_compile", "2 cores", "full", {}, "compiled"),
-        ("batch_size", "2 cores", "quick", {}, "batch 32"),
-        ("exchange", "2 cores", "quick", {}, "bf16 hook"),
-    ]
-    for name, machine, preset, grid, primary in rows:
-        first, *others = ask(name, setup(machine, preset), **grid).families
-        assert first.primary == primary
-        assert [label for label, _ in first.candidates].count(primary) == 1
-        assert not any(f.primary for f in others)
-    for name in ("multi_gpu", "workers"):  # one that needs more cores is left out, and not replaced
-        experiment = ask(name, setup("1 core", limited=True))
-        assert experiment.families[0].primary not in dict(experiment.families[0].candidates)
-        assert all("free" in reason for _, _, reason in experiment.left_out)
-
-
-def test_configurations_for_free_cores_say_their_threads() -> None:
-    here = setup("64 cores", usable_cores=3, limited=True)
-    assert [here.config(world_size=n, global_batch_size=n).threads for n in (1, 2, 3)] == [3, 1, 1]
-    assert setup("64 cores").config().threads == setup("8 GPUs", limited=True).config().threads == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import selection
-from ddpm_lab.plan import PRESETS, Family, Plan, by_stage
+from ddpm_lab.plan import PRESETS, Plan
 from ddpm_lab.record import LedgerError, Machine, RunRecord, Window, crowded, set_log_ratio, turn_log_ratios
 
 BOTH_CORES = RunConfig()
@@ -144,15 +144,6 @@ def test_machines_and_cohorts_compare_by_what_matters_and_have_names_for_people(
     assert same.cohort == record.cohort
 
 
-def test_the_primary_comparison_is_measured_first() -> None:
-    rows = (("tf32", RunConfig(seed=1)), ("bf16", RunConfig(precision="bf16")))
-    family = Family(name="f", baseline=RunConfig(), baseline_label="fp32", candidates=rows, primary="bf16")
-    other = dataclasses.replace(family, name="g", primary="")
-    staged = [[(f.name, f.candidates) for f in stage] for stage in by_stage([family, other])]
-    assert staged == [[("f", rows[1:])], [("f", rows[:1]), ("g", rows)]]
-    assert by_stage([other]) == ([other], []), "without a primary comparison everything is"
-
-
 # --- from records to studies ---
 
 BF16 = RunConfig(precision="bf16")
@@ -209,13 +200,3 @@ def test_machines_are_never_mixed() -> None:
         selection.study(both, "amp", machine="example")
     with pytest.raises(LedgerError, match="'cray' is not in the records"):
         selection.study(both, "amp", machine="cray")
-
-
-def test_run_ids_select_what_a_call_asked_for() -> None:
-    records = make.sets({"bf16": (BF16, 1.5), "seed 1": (RunConfig(seed=1), 1.0)})
-    common = {"role": "note", "set_id": "", "status": "left out", "baseline_id": RunConfig().run_id}
-    earlier = make.record(RunConfig(seed=1), label="seed 1", reason="of an earlier call", **common)
-    general = make.record(RunConfig(), label="fp16", reason="needs a CUDA device", **common)
-    found = selection.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
-    assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16", "fp16"}
-    assert selection.study(records, "amp", run_ids=[BF16.run_id]).records == ()

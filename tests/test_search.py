@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -221,21 +221,6 @@ def space_of(machine: str = "2 cores", preset: str = "quick", **grid: Any) -> Sp
     return found
 
 
-def test_cells_are_the_combinations_that_can_run_each_once() -> None:
-    settings = {
-        "memory": (Value("aten", "", {"kernels": "aten"}), Value("fused", "", {"kernels": "fused"})),
-        "compile": (Value("off", "", {"compile": "off"}), Value("whole", "", {"compile": "whole"})),
-        "ranks": tuple(Value(str(n), "", {"world_size": n}) for n in (1, 2, 16)),
-        "none": (Value("1", "", {}), Value("2", "", {"seed": 0})),
-    }
-    base = RunConfig(global_batch_size=8)
-    found = Space(baseline=base, settings=settings).cells
-    # Fused kernels are for an eager step, 16 ranks cannot share 8 images, and another name makes no difference.
-    wanted = [(fused, whole, two, 0) for fused, whole, two in product((0, 1), repeat=3) if not (fused and whole)]
-    assert list(found) == wanted
-    assert (found[0, 0, 0, 0], found[1, 0, 1, 0]) == (base, replace(base, kernels="fused", world_size=2))
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_combination_runs_here_and_the_plain_step_comes_first(machine: str) -> None:
     gpus, cores = MACHINES[machine]
@@ -255,15 +240,6 @@ def test_every_combination_runs_here_and_the_plain_step_comes_first(machine: str
     assert gpus or {"tf32", "fp16"} <= {label for label, _ in space.left_out}
     usual = usual_settings(here.device)
     assert {name: getattr(cells[space.guess], name) for name in usual} == usual
-
-
-def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -> None:
-    space = space_of(only={"precision": ["bf16"], "loader": ["files-1", "packed"], "batch": [4, 12], "ranks": [1, 2]})
-    assert {c.precision for c in space.cells.values()} == {"bf16"}
-    assert dict(Space.from_dict(space.baseline, space.as_dict()).only)["loader"] == ("files-1", "packed")
-    assert (space.baseline.loader_workers, space.baseline.global_batch_size) == (1, 4)
-    assert {c.global_batch_size for c in space.cells.values()} == {4, 12}
-    assert space_of(global_batch_size=6).baseline.global_batch_size == 6
 
 
 def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> None:

@@ -6,7 +6,7 @@ import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, LEVERS, TUNED, Family
+from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, TUNED
 from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
 from ddpm_lab.training.setting import Setup
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.usefixtures("multiplying_bf16")
 
 def setup(**changes: Any) -> Setup:
     return setups.setup(**{"preset": "full", "network": "seed", **changes})
-
-
-def family(end: str, **changes: Any) -> Family:
-    (found,) = [f for f in peers(setup(**changes)).families if f.name.endswith(end) or f.name.startswith(end)]
-    return found
 
 
 def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective() -> None:
@@ -41,22 +36,6 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
     formats = {"diffusers": {"precision": "fp32", "channels_last": False}}
     rows = dict(peers(setup(preset="quick", formats=formats)).families[0].candidates)
     assert (rows["diffusers, tuned"].precision, rows["diffusers, tuned"].channels_last) == ("fp32", False)
-
-
-def test_families_differ_in_what_they_say() -> None:
-    for device, gpus in (("cpu", 0), ("cuda", 2)):
-        levers = family(LEVERS, device=device, gpus=gpus)
-        for label, config in levers.candidates:
-            changed = set(levers.baseline.differences(config))
-            # The fused kernels need the channels-last format and an eager step: without these they go too.
-            assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
-            assert ("kernels" in label) == ("kernels" in changed)
-    for preset, named, count in (("full", None, len(PEERS)), ("quick", None, 0), ("quick", ["diffusers"], 1)):
-        rows = dict(peers(setup(preset=preset), trainers=named).families[0].candidates)
-        whole = [name for name in rows if name.endswith(", compiled")]
-        assert len(whole) == count, "on a CPU they are compiled in full, or when named"
-        for name in whole:
-            assert rows[name.removesuffix(", compiled")].differences(rows[name]) == {"compile": ("off", "whole")}
 
 
 def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
