@@ -321,19 +321,6 @@ def test_a_file_that_is_no_whole_image_is_named_in_one_line(tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-def test_an_interrupt_ends_decoding_soon(tmp_path: Path) -> None:
-    """It comes from within the progress report, which runs where Ctrl+C arrives."""
-    path = str(save(tmp_path / "1.png", np.ones((4, 4, 3), np.uint8)))
-    out = np.zeros((300_000, 4, 4, 3), np.uint8)
-
-    def interrupt(_line: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        decode_files([path] * len(out), out, keep_going=True, progress=interrupt)
-    assert 0 < out[:, 0, 0, 0].sum() < 100_000
-
-
 # The built-in images: the same everywhere, and worth learning from
 
 

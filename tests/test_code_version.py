@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from ddpm_lab.measure.code_version import (
     settings_among,
 )
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.measure.worktree import Repository, tree_of
+from ddpm_lab.measure.worktree import Repository
 
 WORKLOAD = """
 import json
@@ -250,23 +249,6 @@ def test_what_is_no_commit_is_refused_and_a_hooks_variables_lead_nowhere(
             own.commit(revision)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         Repository.around(tmp_path)
-
-
-def test_folders_on_the_path_have_counterparts_and_libraries_have_none(
-    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(mine, {"src/pack/__init__.py": "", "generated/made.py": ""})
-    root, there = mine.resolve(), tmp_path / "there"
-    (there / "src").mkdir(parents=True)
-    for folder in ("generated", "src"):
-        monkeypatch.syspath_prepend(root / folder)
-    monkeypatch.chdir(mine)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    tree = tree_of(Repository(root), "1234567890abcdef", there, ["pack"])
-    assert (tree.revision, list(tree.folders)) == ("1234567890ab", [str(there), str(there / "src")])
-    assert tree.path[:2] == list(tree.folders)
-    assert not {str(root / "src"), str(root / "generated"), ""} & set(tree.path), "also what the revision has not"
-    assert sysconfig.get_paths()["purelib"] in tree.path
 
 
 def test_libraries_and_other_repositories_below_the_root_are_not_of_it(

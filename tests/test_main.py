@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import resource
 import shlex
 import signal
@@ -18,7 +17,7 @@ import pytest
 import records as make
 from conftest import Call
 
-from ddpm_lab import __version__, cli
+from ddpm_lab import __version__
 from ddpm_lab.__main__ import GROUPS, _parser
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import COMMAND, RunConfig
@@ -44,16 +43,6 @@ def test_every_command_and_option_has_help_and_the_overview_names_all(call: Call
     assert [option in amp for option in own] == [True, False, False, False]
     assert all(option in every for option in own)
     assert call("--version") == (0, f"ddpm-lab {__version__}\n", "")
-
-
-def test_what_commands_read_of_their_options_are_options() -> None:
-    """What was not given is None: a name that nobody declares would be None for ever."""
-    parsers = [
-        p for n in COMMANDS for a in _parser([n])._actions if isinstance(a.choices, dict) for p in [a.choices[n]]
-    ]
-    declared = {action.dest for parser in parsers for action in parser._actions}
-    read = {n for f in Path(cli.__file__).parent.glob("*.py") for n in re.findall(r"\boptions\.(\w+)", f.read_text())}
-    assert read - declared == {"main", "parser", "split", "typed"}
 
 
 REFUSED = {

@@ -184,15 +184,6 @@ def test_lines_come_at_intervals_longer_where_they_stay(
     assert shown == [f"amp: line {n}" for n in range(0, 350, 10 * seconds)]
 
 
-def test_lines_say_how_long_it_still_takes(capsys: Captured, now: list[float]) -> None:
-    progress = Progress("amp")
-    now[0] = 1000.0
-    progress.expect(60)
-    for now[0] in (1000.0, 1030.0):
-        progress.always("turn")
-    assert capsys.readouterr().err.splitlines() == ["amp: about 60 s left; turn", "amp: about 30 s left; turn"]
-
-
 @pytest.mark.usefixtures("now")
 def test_a_file_receives_every_line_also_when_nothing_is_shown(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,12 +29,11 @@ from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid, sam
 from ddpm_lab.files import lock
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.training import sampling_run, setting
+from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
 from ddpm_lab.training.training import Generation, generate
-from ddpm_lab.workload import Unsupported
 
 MEAN, DEVIATION = 0.2, 0.15
 
@@ -255,25 +254,6 @@ def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callabl
         note.write_text(damaged)
         with pytest.raises(ConfigError, match="images of another origin"):
             draw(checkpoint, 3)
-
-
-def test_kernels_that_cannot_be_had_are_left_out_and_an_emulated_format_is_told(
-    checkpoint: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = list[str]()
-    monkeypatch.setattr(Progress, "done", lambda _, text: told.append(text))
-    monkeypatch.setattr(setting, "multiplies_bf16", lambda: False)
-    group = ranks()
-    draw(checkpoint, 1, folder="able")
-    monkeypatch.setattr("ddpm_lab.diffusion.kernels.library", lacking)
-    draw(checkpoint, 1, precision="bf16")
-    assert [config.kernels for config in group.configs] == ["fused", "aten"]
-    assert "precision bf16 is emulated" in told[1]
-    assert told[2] == "plain kernels (aten) are used: no OpenMP"
-
-
-def lacking() -> NoReturn:
-    raise Unsupported("no OpenMP")
 
 
 def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:

@@ -124,15 +124,6 @@ def test_a_set_without_a_living_candidate_or_baseline_ends(instrument: Instrumen
     assert {r.role for r in records} <= {"baseline", "twin"}
 
 
-@pytest.mark.slow
-def test_a_set_that_cannot_count_any_more_ends_after_its_turn(
-    instrument: Instrument, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sets, "crowded", lambda kept, to_come: len(kept) == 2 and to_come == 1)
-    plan = Plan(turns=3, window_steps=2)
-    assert [len(r.windows) for r in measured(instrument, plan, gives_up=True)] == [2, 2]
-
-
 @pytest.mark.alone
 @pytest.mark.slow
 def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
@@ -271,17 +262,6 @@ def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine
         pieces = [values[i : i + turns].mean() for values in long for i in range(0, 12, turns)]
         said = np.sqrt(2 * (between**2 + within**2 / turns))
         assert np.sqrt(np.mean(np.square(pieces))) == pytest.approx(said, rel=0.15), turns
-
-
-def test_windows_outlast_what_loader_workers_hold_ready() -> None:
-    def steps_of(prefetch_batches: int) -> int:
-        config = SimpleNamespace(global_batch_size=8)
-        how: dict[str, Any] = {"failure": None, "warm_step_seconds": 0.5, "config": config, "member": "it"}
-        seat: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
-        of: Any = SimpleNamespace(seats=[seat], plan=Plan())
-        return sets._Set._steps(of)["it"]  # type: ignore[index]
-
-    assert list(map(steps_of, (0, 1, 2, 4, 16))) == [1, 1, 4, 8, 32]
 
 
 @pytest.mark.parametrize(("nodes", "settles"), [(1, [10, 2]), (2, [10, 10])])
