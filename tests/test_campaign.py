@@ -19,9 +19,8 @@ from setups import setup
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME, Campaign
-from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Fid, Plan
+from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
 
@@ -336,27 +335,6 @@ def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and
 # --- what the records hold -------------------------------------------------------------------------------------------
 
 BASE, FAST = RunConfig(), RunConfig(precision="bf16")
-
-
-def test_a_set_counts_where_both_sides_and_the_twin_are_whole() -> None:
-    whole = make.sets({"bf16": (FAST, 1.5)}, count=3)
-    without_twin = [r for r in whole if not (r.role == "twin" and r.set_id == whole[0].set_id)]
-    crashed = [dataclasses.replace(r, status="crashed") if r.role == "candidate" else r for r in whole]
-    for records, both, alone in ((whole, 3, 3), (without_twin, 2, 2), (crashed, 0, 3)):
-        held = Held(records)
-        assert len(held.sets(BASE.run_id, FAST.run_id)) == both
-        assert len(held.sets(BASE.run_id)) == len(held.sets(BASE.run_id, BASE.run_id)) == alone
-        assert len(held.sets(FAST.run_id, BASE.run_id)) == 0, "another baseline is another comparison"
-
-
-def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
-    trial = make.trials({}, seeds=1)[0]
-    found = make.with_fid(trial, 1.0)
-    asked = Fid(inception="weights.pth", sha256="ab" * 32, images=2_500)
-    failed = dataclasses.replace(trial, quality={**(trial.quality or {}), "fid": {"images": 2_500, "reason": "oom"}})
-    rows = [(trial, None, True), (trial, asked, False), (found, asked, True), (failed, asked, False)]
-    rows += [(found, dataclasses.replace(asked, **other), False) for other in ({"images": 5_000}, {"sha256": "cd"})]
-    assert all(Held([record]).trained(trial.run_id, fid) == there for record, fid, there in rows)
 
 
 ON_ONE_CORE = experiment(family("f", 1, primary="c1", shared={"threads": 1}))

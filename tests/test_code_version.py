@@ -17,7 +17,6 @@ from ddpm_lab.measure.code_version import (
     Loaded,
     Tree,
     code_version,
-    in_repository,
     is_setting,
     settings_among,
 )
@@ -249,16 +248,3 @@ def test_what_is_no_commit_is_refused_and_a_hooks_variables_lead_nowhere(
             own.commit(revision)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         Repository.around(tmp_path)
-
-
-def test_libraries_and_other_repositories_below_the_root_are_not_of_it(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = str(mine.resolve())
-    repository(mine / "clone", {"a.py": ""})
-    write(mine, {"venv/lib/b.py": "", "pack/c.py": ""})
-    monkeypatch.setattr(module, "_library_folders", lambda: (f"{root}/venv/lib/",))
-    assert in_repository(mine, root)
-    assert in_repository(mine / "pack" / "c.py", root)
-    for other in ("clone", "clone/a.py", "venv/lib", "venv/lib/b.py", "..", "/"):
-        assert not in_repository(mine / other, root), other

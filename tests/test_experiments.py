@@ -220,11 +220,3 @@ def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: 
     assert lab.lines.count(("multi_gpu", "not measured: it cannot be asked here")) == 1
     assert ("amp", "not measured: the code was changed") in lab.lines
     assert (lab.questions["all_there"].looks, lab.questions["amp"].looks) == ([], [])
-
-
-def test_a_question_that_started_again_with_fewer_cores_goes_on_with_these(lab: Laboratory) -> None:
-    lab.add("amp")
-    again = lab.questions["amp"].restarts_as = Question("amp on one core", lab)
-    lab.measure()
-    assert [row[:2] for row in lab.done] == [("amp", PRIMARY), ("amp on one core", OTHERS)]
-    assert (again.looks, lab.questions["amp"].looks) == (SHOWN, [])

@@ -173,17 +173,6 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
     assert " --resolution 3% (about " in findings.way_out_of(amp(), row(1.0, set_noise=0.03))
 
 
-def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so() -> None:
-    """Whichever was measured first."""
-    gpu, two = RunConfig(device="cuda"), {"bf16": (BF16, 0.8)}
-    cpu = make.on(make.GPUS, make.sets(two))
-    both = [*cpu, *make.on(make.GPUS, make.sets({"bf16": (replace(BF16, device="cuda"), 1.5)}, baseline=gpu, seed=1))]
-    for records, ratio, end in ((cpu, 0.8, " on the CPU"), (both, 1.5, " (tiny, batch 32, 1 rank (device cuda))")):
-        found = answer(make.study(records)).finding
-        assert found.ratio == pytest.approx(ratio, rel=0.02)
-        assert found.headline.endswith(f"than fp32{end}")
-
-
 @pytest.mark.parametrize(
     ("name", "preset", "grid"),
     [
@@ -221,19 +210,6 @@ SEVERAL = {"batch_sizes", "world_sizes", "precisions", "worker_counts"}
 def _value(typed: str, *, several: bool) -> Any:
     values = [int(v) if v.isdigit() else v for v in typed.split(",")]
     return values if several else values[0]
-
-
-def test_the_command_that_judges_quality_is_about_the_same_network_and_batch() -> None:
-    for network, told in (("tiny", "ddpm-lab run amp --batch-size 64 --seeds 8"), ("ddpm", "")):  # can show only worse
-        large = RunConfig(network=network, global_batch_size=64)
-        study = make.study(make.sets({"bf16": (replace(large, precision="bf16"), 1.5)}, baseline=large))
-        assert findings.how_to_judge(study, answer(study).finding, trains=True) == told
-    for seeds, pairs, told in ((2, 0.0002, " --seeds 8"), (8, 0.002, " --seeds 9")):
-        few = make.trials({"bf16": (BF16, 0.0)}, seeds=seeds, pair_noise=pairs)
-        tried = replace(make.study(make.sets({"bf16": (BF16, 1.5)})), trials=tuple(few))
-        judged = answer(tried).finding
-        assert judged.quality.startswith("quality not enough data")
-        assert findings.how_to_judge(tried, judged, trains=True).endswith(told), "as many as would do"
 
 
 def test_a_trial_that_fails_is_told_with_its_reason() -> None:

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
 import re
-import stat
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -261,18 +259,6 @@ def test_a_link_is_not_followed_and_what_a_killed_process_left_is_gone(tmp_path:
     files.replace(folder / "a.png", b"new")
     assert victim.read_text() == "mine"
     assert {path.name for path in folder.iterdir()} == {"a.png", *kept}
-
-
-def test_where_a_file_system_syncs_no_folders_files_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fsync(file: int) -> None:
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    files.replace(tmp_path / "a", "whole", durable=True)
-    assert (tmp_path / "a").read_text() == "whole"
 
 
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:

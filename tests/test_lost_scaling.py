@@ -16,7 +16,6 @@ from setups import setup
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member, measure_set
@@ -144,17 +143,6 @@ def test_with_too_few_sets_the_parts_are_shown_and_no_loss_is_claimed() -> None:
     assert shown["exposed communication"]["Time in a step"].startswith("4.")
     assert {row["Share of the loss"] for row in shown.values()} == {phrases.DASH}
     assert split(study(measured(4, communication=4.0, slow=3.0))).doubt == ""
-
-
-def test_a_crowded_set_does_not_count_and_ranks_that_share_cores_show_no_loss() -> None:
-    records = measured(communication=4.0)
-    ids = list(dict.fromkeys(r.set_id for r in records))[:2]
-    busy = [make.windowed(r, others_cores=1.0) for r in records if r.set_id in ids]
-    quiet = [r for r in records if r.set_id not in ids]
-    assert split(study(busy, quiet)).parts == split(study(quiet)).parts
-    shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in records]
-    found = split(study(shared))
-    assert (found.doubt, found.claimed, found["loss"].known) == (MECHANISM_ONLY, False, False)
 
 
 def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> None:

@@ -404,19 +404,6 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
     assert files == ["03_amp", "03_amp_mine_make"]
 
 
-def test_on_a_gpu_its_questions_set_out_from_torchs_own_tf32_and_bf16_has_to_be_faster_than_that() -> None:
-    for question in FOR_OWN:
-        for own, usual in ((WHOLE, "bf16" if question == "torch_compile" else "tf32"), (STEPPING, "fp32")):
-            asked = ask(question, setups.setup(gpus=2, images=setup(own).images, own=own))
-            baselines = [f.baseline for f in asked.families if f.baseline.workload == OWN]
-            assert {c.precision for c in (*baselines, *(c for _, _, c in asked.profiles))} <= {usual}
-    (family,) = ask("amp", setups.setup(gpus=1, images=setup(WHOLE).images, own=WHOLE)).families
-    assert (family.baseline_label, [label for label, _ in family.candidates]) == ("tf32", ["bf16", "fp16", "fp32"])
-    found = ask("search", setups.setup(gpus=1, images=setup(WHOLE).images, own=WHOLE)).space
-    assert found is not None
-    assert found.baseline.precision == "tf32"
-
-
 def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
     for own, question, reason in (
         (STEPPING, "amp", "mine:make has a step of its own, whose number format is its own too"),

@@ -8,7 +8,7 @@ import records as make
 from cells import column
 from setups import setup
 
-from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
@@ -71,33 +71,6 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
         allowed = {"purpose", "seed", "options"}
         allowed |= {"workload", "loader", "loader_workers"} if t.config.workload == TRAINING else set()
         assert set(t.config.differences(t.timed)) <= allowed
-
-
-CHECKED = {
-    "multi_gpu": {"2 ranks"},
-    "amp": {"bf16"},
-    "torch_compile": {"compiled", "compiled block by block"},
-    "batch_size": set(),
-    "exchange": {"bf16 hook", "fp16 hook"},
-    "peers": {"fp32", "eager kernels", "NCHW, eager kernels", "compiled block by block, eager kernels"},
-}
-
-
-@pytest.mark.usefixtures("multiplying_bf16")
-@pytest.mark.parametrize("name", trained())
-def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name: str) -> None:
-    """Every configuration that is trained and is more than its baseline with another optimizer, batch or loader."""
-    setup = replace(HERE, preset="full", network="seed" if name == "peers" else "tiny")
-    experiment = ask(name, setup, seeds=2)
-    assert {c.label for c in experiment.checks} == CHECKED[name]
-    same = {"purpose": "timing", "workload": DDPM, "seed": 0, "options": ()}
-    settings = {replace(t.config, **same).run_id for t in judged(experiment)}  # type: ignore[arg-type]
-    families = {f.name: f.baseline for f in experiment.families}
-    for check in experiment.checks:
-        assert (check.config.purpose, check.config.workload) == ("check", CHECK)
-        assert check.baseline == families[check.family]
-        assert replace(check.config, **same).run_id in settings, "what is trained, to the last setting"  # type: ignore[arg-type]
-    assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
 
 
 # --- what they have learned ---

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.data.packed import read_manifest
+from ddpm_lab.data.packed import open_packed, read_manifest
 from ddpm_lab.diffusion.unet import build_network
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, empty_network, read
 from ddpm_lab.training.train import Trainer
