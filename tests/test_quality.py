@@ -37,17 +37,6 @@ def test_only_full_on_a_gpu_trains_for_quality_without_being_asked(name: str) ->
         assert ask(name, replace(GPUS, preset="full", network="seed"), seeds=0).trials == ()
 
 
-def test_one_run_serves_every_question_that_needs_it() -> None:
-    """The trials of precision are those of the question quality; two families share their common baseline."""
-    mine = {t.config.run_id: t for t in ask("amp", HERE, seeds=3, images=400).trials}
-    theirs = {t.config.run_id for t in ask("quality", HERE, seeds=3, images=400).trials}
-    assert len(mine) == 2 * 3
-    assert mine.keys() < theirs
-    assert {t.label for t in mine.values()} == {"fp32", "bf16"}
-    ranks = ask("multi_gpu", HERE, seeds=2, images=400, global_batch_sizes=[8])
-    assert {t.config.run_id for t in ranks.trials if t.label == "1 rank"} < mine.keys()
-
-
 @pytest.mark.parametrize("name", [*trained(), "workers", "quality"])
 @pytest.mark.parametrize("here", [HERE, GPUS, replace(HERE, usable_cores=1), replace(GPUS, gpus=1)])
 def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:

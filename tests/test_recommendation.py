@@ -150,13 +150,6 @@ def test_what_a_change_builds_on_must_be_faster_itself() -> None:
     assert "builds on what is not known to be faster" in told
 
 
-def test_a_step_that_gains_nothing_by_itself_does_not_end_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted, "TOGETHER", 1.6)
-    records = planted.searched(gains={}, winner=(1, 1, 0, 0))
-    assert [step.gain.verdict for step in of(records).steps[1:]] != ["faster", "faster"]
-    assert counts(records, trials(BOTH, 0.0)) == (2, 2)
-
-
 def test_nothing_false_is_recommended() -> None:
     """Of 20 machines on which no setting changes the speed, and none costs quality, at most one is called faster."""
     good = [trials(changes, 0.0) for changes in ({**TWO, "kernels": "fused"}, TWO, {"kernels": "fused"})]

@@ -149,35 +149,3 @@ def test_an_edited_script_or_file_of_settings_is_other_code(
     assert key() == narrow
     monkeypatch.setenv("WIDTH", "22")
     assert key() != narrow, "another network by a variable of the environment"
-
-
-@pytest.mark.slow
-def test_what_a_script_writes_in_a_set_is_no_edit_of_it(call: Call, folder: Path, short: None) -> None:  # noqa: ARG001
-    log = "    if made > 10: open('log.json', 'w').write(str(made))\n"  # no step of the look
-    write(folder, {"train.py": TRAIN.replace("while True", "for made in range(10**9)") + log, "log.json": "{}"})
-    run = f"{sys.executable} train.py --log log.json"
-    words = ("compare", run, f"{run} --other", "--output-dir", folder / "out", "--sets", 1)
-    ledger = folder / "out" / "trace_output" / "ledger.jsonl"
-    assert call(*words)[0] == 0
-    assert (folder / "log.json").read_text() != "{}"
-    before = ledger.read_text()
-    assert call(*words)[0] == 0
-    assert ledger.read_text() == before, "its sets are used again"
-
-
-@pytest.mark.slow
-def test_settings_of_a_revision_are_part_of_its_code(call: Call, folder: Path, short: None) -> None:  # noqa: ARG001
-    """But not those that both sides read from the same place."""
-    loads = f"import json\nown, both = (json.load(open(name)) for name in ('pause.json', '{folder}/both.json'))"
-    train = loads + TRAIN.replace("0.02", "own")
-    commit(folder, {"train.py": train, "pause.json": "0.02", "both.json": "1"})
-    write(folder, {"both.json": "2"})
-    words = ("compare", f"{sys.executable} -m train", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
-    assert "identical code" in call(*words)[1]
-    write(folder, {"pause.json": "0.04"})
-    sides = json.loads(call(*words, "--json")[1])["sides"]
-    assert [side["status"] for side in sides] == ["ok"] * 3
-    ledger = folder / "out" / "trace_output" / "ledger.jsonl"
-    before = ledger.read_text()
-    assert call(*words)[0] == 0
-    assert ledger.read_text() == before, "though the revision lies in another folder each time"

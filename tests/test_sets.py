@@ -113,17 +113,6 @@ def test_a_set_without_a_living_candidate_or_baseline_ends(instrument: Instrumen
     assert {r.role for r in records} <= {"baseline", "twin"}
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
-    """Half as much work again takes half as long again; a wide tolerance, since one set is no measurement."""
-    one = dataclasses.replace(instrument, usable_cores=1)
-    more, base = busy_config(micro_steps=600), busy_config(micro_steps=400)
-    records = measured(one, Plan(turns=6, window_seconds=0.2), ("more", more), baseline=base)
-    logs = [math.log(m.seconds / b.seconds) for b, m in zip(records[0].windows, records[2].windows, strict=True)]
-    assert math.exp(sum(logs) / len(logs)) == pytest.approx(1.5, rel=0.2)
-
-
 @pytest.mark.slow
 def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch

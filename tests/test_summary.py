@@ -57,18 +57,6 @@ def test_the_published_table_and_speed_ups() -> None:
     ]
 
 
-def test_what_a_run_of_several_devices_is_compared_with() -> None:
-    lone = [row(10.0, configuration="a"), row(30.0, configuration="b")]
-    several = [row(20.0, configuration="b", gpus=2), row(5.0, configuration="d", gpus=2)]
-    found = [*lone, *several, row(4.0, configuration="a", gpus=0, ranks=2)]
-    assert gains(found) == [pytest.approx(1.5), None, None]
-    assert gains([row(100.0, epoch_seconds=10.0), row(24.0, gpus=2, epoch_seconds=6.0)]) == [pytest.approx(10 / 6)]
-    assert gains([row(100.0), row(24.0, gpus=2, epoch_seconds=None)]) == [None]
-    old, new = {"hardware": "Old GPU"}, {"hardware": "New GPU"}
-    assert gains([row(40.0, **old), row(30.0, **new), row(15.0, gpus=2, **new)]) == [pytest.approx(2.0)]
-    assert gains([row(40.0, **old), row(2.5, gpus=8, **new)]) == [None], "the new one alone is not known"
-
-
 # --- records and folders ---------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,6 @@ from ddpm_lab.record import RunRecord
 SLOW = {**make.PHASES, "communication": 2.0}
 
 
-def taken(*ranks: dict[str, float], **values: Any) -> Budget:
-    return of(make.time_budget(*ranks, **values))
-
-
 def of(record: RunRecord) -> Budget:
     found = tb.budget(record)
     assert found is not None
@@ -59,12 +55,6 @@ def test_the_trace_is_compared_share_by_share() -> None:
     record = make.time_budget(SLOW)
     stored(record)["ranks"][0]["profiled"]["phases"]["backward"] += 1.5 * 2.0 / 1e3
     assert of(record).trace_difference == pytest.approx(0, abs=1e-9), "the trace has the wait in backward"
-
-
-def test_names_that_mean_the_same_are_one_and_unknown_ones_are_shown() -> None:
-    line = taken({"all-reduce": 2.0, "communication": 1.0, "augmentation": 7.0}).running
-    assert line.phases == pytest.approx({"communication": 0.003, "augmentation": 0.007})
-    assert (line.share(tb.OTHER), line.share(tb.TRANSFER)) == pytest.approx((0.7, 0.3))
 
 
 @pytest.mark.parametrize(
