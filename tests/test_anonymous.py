@@ -99,6 +99,6 @@ def test_the_published_records_are_what_would_be_published_again() -> None:
     ledgers = sorted((Path(__file__).parents[1] / PUBLISHED).glob("*.jsonl"))
     assert ledgers
     for ledger in ledgers:
-        lines = ledger.read_text().splitlines()[::9]
+        lines = ledger.read_text().splitlines()[::27]
         again = anonymous([RunRecord.from_dict(json.loads(line)) for line in lines])
         assert [json.dumps(r.as_dict(), separators=(",", ":")) for r in again] == lines, "byte by byte"

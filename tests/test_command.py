@@ -87,6 +87,7 @@ sys.stdout = Tee()
 """An optimizer whose step calls its parent's, which torch tells of too, and an output that cannot be flushed."""
 
 
+@pytest.mark.slow
 def test_a_script_makes_the_steps_that_it_is_told_and_says_what_it_is(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,6 @@ FILES["busy"] = 'workload = "mine:baseline"\nglobal_batch_size = 1\nloader = "fi
     ("side", "words"),
     [
         ("mine", "baseline is 'mine'"),
-        ("mine:nothing", "'mine:nothing' cannot be measured"),
         ("nowhere:f", "'nowhere:f' cannot be measured"),
         ("none.toml", "baseline: cannot read none.toml"),
         ("huge.toml", "baseline, huge.toml: network is 'huge'"),

@@ -26,7 +26,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_schedules() -> None:
-    """Against their closed forms, and diffusers where it is installed; every process ends in noise."""
+    """Against their closed forms; every process ends in noise."""
     betas = linear_betas(1000)
     assert (betas[0].item(), betas[-1].item()) == pytest.approx((1e-4, 0.02))
     assert betas.diff().std() < 1e-15
@@ -39,6 +39,10 @@ def test_schedules() -> None:
         assert ((diffusion.betas > 0) & (diffusion.betas <= 0.999)).all()
         assert diffusion.alpha_bar[-1] < 1e-4
         assert (diffusion.alpha_bar.diff() < 0).all()
+
+
+@pytest.mark.slow
+def test_schedules_are_those_of_diffusers() -> None:
     diffusers = pytest.importorskip("diffusers")
     for schedule, theirs in (("linear", "linear"), ("cosine", "squaredcos_cap_v2")):
         scheduler = diffusers.DDPMScheduler(beta_schedule=theirs)

@@ -120,7 +120,11 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study
     return make_notebook
 
 
-@pytest.mark.parametrize("name", ["loader", "profile", "recommendation, searched", "quality, with FIDs"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) for n in ("loader", "profile", "recommendation, searched")]
+    + ["quality, with FIDs"],
+)
 def test_a_page_and_the_index_show_hostile_records_as_text(
     name: str, notebook: Callable[[Study], Any], tmp_path: Path
 ) -> None:

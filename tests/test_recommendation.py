@@ -150,6 +150,7 @@ def test_what_a_change_builds_on_must_be_faster_itself() -> None:
     assert "builds on what is not known to be faster" in told
 
 
+@pytest.mark.slow
 def test_nothing_false_is_recommended() -> None:
     """Of 20 machines on which no setting changes the speed, and none costs quality, at most one is called faster."""
     good = [trials(changes, 0.0) for changes in ({**TWO, "kernels": "fused"}, TWO, {"kernels": "fused"})]

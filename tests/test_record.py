@@ -16,12 +16,12 @@ from ddpm_lab.plan import PRESETS, Plan
 from ddpm_lab.record import LedgerError, Machine, RunRecord, Window, crowded, set_log_ratio, turn_log_ratios
 
 BOTH_CORES = RunConfig()
+WINDOW = make.sets({}, count=1, turns=1)[0].windows[0]
 SECONDS = st.lists(st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)), min_size=1, max_size=8)
 
 
 def window(turn: int, seconds: float, *, images: int = 10, **changes: Any) -> Window:
-    base = make.sets({}, count=1, turns=1)[0].windows[0]
-    return dataclasses.replace(base, turn=turn, seconds=seconds, images=images, **changes)
+    return dataclasses.replace(WINDOW, turn=turn, seconds=seconds, images=images, **changes)
 
 
 def record(*windows: Window) -> RunRecord:
