@@ -78,10 +78,7 @@ def speed_table(
 ) -> Table:
     """Return a row for each configuration; a single family is named only if asked for (``name_family``)."""
     cells = [_cells(row, columns(row) if columns else {}) for row in rows]
-    if not cells:
-        return []
-    empty = {"Note": [""], "Disturbed sets": ["0"]}
-    empty |= {key: [phrases.DASH] for key in phrases.LOSS}
+    empty = {"Note": [""], "Disturbed sets": ["0"], **{key: [phrases.DASH] for key in phrases.LOSS}}
     return without_constant(cells if name_family else one_family(cells), empty)
 
 
@@ -105,9 +102,9 @@ def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
         "Disturbed sets": str(row.disturbed_sets),
         "Quality": phrases.DASH if row.role in _SELF else row.quality,
     }
-    known = {*cells} if row.sets else {"Verdict", "Disturbed sets", *further}
-    known |= {"Peak memory"} if row.status == "ok" else set()
-    cells = {name: cell if name in known else phrases.DASH for name, cell in cells.items()}
+    if not row.sets:
+        known = ["Verdict", "Disturbed sets", *further, *["Peak memory"] * (row.status == "ok")]
+        cells |= {name: phrases.DASH for name in cells if name not in known}
     label = row.label.removesuffix(" again") if row.role == "twin" else row.label
     name = {"Family": row.family, "Configuration": f"{label}{_SELF.get(row.role, '')}"}
     return {**name, **cells, **phrases.loss(row), "Note": note}
@@ -151,8 +148,7 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
     panels, every = [], _shown(compared)
     for rows in families(every):
         shown = [c for c in rows if c.role == "candidate" or (c.role != "note" and not c.sets)]
-        shown = [c for c in shown if c.role != "twin"] or shown
-        if shown:
+        if shown := [c for c in shown if c.role != "twin"] or shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
     if not panels:
         return charts.message(found.headline, phrases.context(study), found.claim)

@@ -13,19 +13,18 @@ from ddpm_lab.plan import LEAST_SETS, LOST
 from ddpm_lab.record import RunRecord, Window, crowded_sets
 
 NOT_AVAILABLE = "not available"
-_ON_AVERAGE = "{mean:,.0f} {unit} on average"
 _CPU = {
-    "Cores kept busy by other processes": ("others_cores", "cores", "{mean:.2f} on average, at most {most:.2f}"),
-    "CPU utilisation": ("cpu_utilisation_percent", "%", _ON_AVERAGE),
+    "Cores kept busy by other processes": ("others_cores", "{mean:.2f} on average, at most {most:.2f}"),
+    "CPU utilisation": ("cpu_utilisation_percent", "{mean:,.0f} % on average"),
 }
 _GPU = {
-    "GPU utilisation": ("gpu_utilisation_percent", "%", _ON_AVERAGE),
-    "GPU clock": ("gpu_clock_mhz", "MHz", _ON_AVERAGE),
-    "Lowest GPU clock": ("gpu_clock_min_mhz", "MHz", "{least:,.0f} {unit}"),
-    "GPU temperature": ("gpu_temperature_celsius", "\N{DEGREE SIGN}C", "at most {most:.0f} {unit}"),
-    "Power of a group's GPUs": ("gpu_power_watts", "W", _ON_AVERAGE),
+    "GPU utilisation": ("gpu_utilisation_percent", "{mean:,.0f} % on average"),
+    "GPU clock": ("gpu_clock_mhz", "{mean:,.0f} MHz on average"),
+    "Lowest GPU clock": ("gpu_clock_min_mhz", "{least:,.0f} MHz"),
+    "GPU temperature": ("gpu_temperature_celsius", "at most {most:.0f} \N{DEGREE SIGN}C"),
+    "Power of a group's GPUs": ("gpu_power_watts", "{mean:,.0f} W on average"),
 }
-"""By the names of quantities: theirs in the state of a window, the unit, and how they are said."""
+"""By the names of quantities: theirs in the state of a window, and how they are said."""
 
 
 class Moment(NamedTuple):
@@ -38,16 +37,14 @@ class Moment(NamedTuple):
 
 def moments(study: Study) -> list[Moment]:
     """Return every window of the study's sets in order."""
-    found: list[Moment] = []
-    first: dict[str, int] = {}
-    turns = 0
-    for r in study.records:
-        if not r.windows or r.family.endswith(LOST):  # beside the answer, and nothing that anybody would train with
-            continue
+    # The lost scaling stands beside the answer, and is nothing that anybody would train with.
+    timed = [r for r in study.records if r.windows and not r.family.endswith(LOST)]
+    first, turns = dict[str, int](), 0
+    for r in timed:
         if r.set_id not in first:
             first[r.set_id] = turns
             turns += 1 + max(w.turn for w in r.windows)
-        found += [Moment(r, first[r.set_id] + w.turn + 1, w) for w in r.windows]
+    found = (Moment(r, first[r.set_id] + w.turn + 1, w) for r in timed for w in r.windows)
     return sorted(found, key=lambda m: m.turn)
 
 
@@ -64,10 +61,10 @@ def unknown(study: Study) -> str:
 def warnings(study: Study) -> tuple[str, ...]:
     """Return sentences on disturbed sets, a machine that does not repeat itself, and cores that no answer used."""
     told, lost = [], crowded_sets(study.records)
-    if disturbed := len(lost):
-        of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
-        verbs = ("was", "does") if disturbed == 1 else ("were", "do")
-        told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
+    if lost:
+        all_sets = phrases.plural(len({r.set_id for r in study.records if r.windows}), "set")
+        was, does = ("was", "does") if len(lost) == 1 else ("were", "do")
+        told.append(f"{len(lost)} of {all_sets} {was} disturbed by other processes and {does} not count.")
     if not repeats_itself(study.looks):
         told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -91,12 +88,12 @@ def table(study: Study) -> Table:
         return []
     on_gpu = any(m.record.config.device == "cuda" for m in found)
     rows: dict[str, str] = {}
-    for name, (of, unit, said) in {**_CPU, **(_GPU if on_gpu else {})}.items():
-        states = ({**m.window.state, "others_cores": m.window.others_cores} for m in found)
+    states = [{**m.window.state, "others_cores": m.window.others_cores} for m in found]
+    for name, (of, said) in {**_CPU, **(_GPU if on_gpu else {})}.items():
         known = [value for state in states if (value := state.get(of)) is not None]
-        given = {"mean": fmean(known), "most": max(known), "least": min(known)} if known else {}
-        rows[name] = said.format(unit=unit, **given) if known else NOT_AVAILABLE
-    used = [value for m in found if (value := m.window.state.get("ram_used_bytes")) is not None]
+        ends = {"most": max(known), "least": min(known)} if known else {}
+        rows[name] = said.format(mean=fmean(known), **ends) if known else NOT_AVAILABLE
+    used = [value for state in states if (value := state.get("ram_used_bytes")) is not None]
     total = study.records[-1].environment.ram_bytes
     of_all = f" of {phrases.memory(total)}" if total else ""
     rows["Memory of the machine in use"] = f"at most {phrases.memory(max(used))}{of_all}" if used else NOT_AVAILABLE
@@ -118,8 +115,5 @@ def _peak(record: RunRecord) -> str:
     cards = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
     if record.config.device == "cpu" or not reserved or not cards or None in cards:
         return text
-    total = min(cards)
-    return (
-        f"{text} allocated, {phrases.memory(reserved)} reserved: {100 * reserved / total:.0f} % of the card, "
-        f"{phrases.memory(total - reserved)} headroom"
-    )
+    share, free = f"{100 * reserved / min(cards):.0f} % of the card", phrases.memory(min(cards) - reserved)
+    return f"{text} allocated, {phrases.memory(reserved)} reserved: {share}, {free} headroom"

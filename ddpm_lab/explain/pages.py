@@ -68,8 +68,9 @@ class Page:
     @property
     def kind(self) -> str:
         """How the chip is coloured: answered, unresolved, failed, or idle."""
-        done = ANSWERED if self.status == ANSWERED else "unresolved"
-        return {FAILED: "failed", STOPPED: "failed", NOT_RUN: "idle"}.get(self.state, done)
+        if self.state == DONE:
+            return ANSWERED if self.status == ANSWERED else "unresolved"
+        return "idle" if self.state == NOT_RUN else "failed"
 
     @property
     def headline(self) -> str:
