@@ -31,6 +31,7 @@ MIRROR_SHARE = 0.25
 MIRRORED_BYTES = 512 * 2**20
 """Memory for a copy of a set with its mirrored images, 87,000 of 32x32: to mirror takes longer than all the rest."""
 _UPLOAD_BYTES = 64 * 2**20
+Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Batch(NamedTuple):
@@ -41,21 +42,19 @@ class Batch(NamedTuple):
     step: int
 
 
-class ModelRange:
-    """Maps pixels to the range of the network, x / 127.5 - 1: 0 becomes -1 and 255 becomes 1.
+def model_range(side: int, channels_last: bool, device: torch.device | str = "cpu") -> Scale:
+    """Make what maps pixels, uint8 (n, 3 S S), to the range of the network, float32 (n, 3, S, S): x / 127.5 - 1.
 
     Division and subtraction are rounded each for itself, on every kind of device, so that all give the same bits; a
     number as the divisor would be a product with its inverse on a GPU.
     """
+    layout, divisor = torch.channels_last if channels_last else torch.contiguous_format, torch.tensor(127.5).to(device)
 
-    def __init__(self, side: int, channels_last: bool, device: torch.device | str = "cpu") -> None:
-        self._side, self._format = side, torch.channels_last if channels_last else torch.contiguous_format
-        self._divisor = torch.tensor(127.5, device=device)
+    def scale(pixels: torch.Tensor) -> torch.Tensor:
+        images = pixels.view(-1, side, side, 3).permute(0, 3, 1, 2)
+        return images.to(torch.float32, memory_format=layout).div_(divisor).sub_(1)
 
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Map pixels, uint8 (n, 3 S S), to float32 (n, 3, S, S) in the memory format given at the start."""
-        images = pixels.view(-1, self._side, self._side, 3).permute(0, 3, 1, 2)
-        return images.to(torch.float32, memory_format=self._format).div_(self._divisor).sub_(1)
+    return scale
 
 
 class PixelRows:
@@ -200,15 +199,20 @@ def open_loader(
     device = torch.device(device)
     side = packed.manifest.image_size
     if kind == "files":
-        return _decoded(packed, plan, workers, ModelRange(side, channels_last), pin_memory=device.type == "cuda")
+        return _decoded(packed, plan, workers, model_range(side, channels_last), pin_memory=device.type == "cuda")
     if kind == "resident":
-        rows = _resident(packed, device)
-        return Loader(kind, _gathered(plan, rows, ModelRange(side, channels_last, device)))
+        # The host's file cache counts as free.
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        if (size := packed.images.nbytes) > free:
+            room = f"{size / 2**20:,.0f} MiB and {device} has {free / 2**20:,.0f} MiB free"
+            raise Unsupported(f"the {packed.manifest.count:,} images take {room}; use loader 'packed'")
+        rows = PixelRows(packed, device, copy=True, mirror=2 * size <= MIRROR_SHARE * free)
+        return Loader(kind, _gathered(plan, rows, model_range(side, channels_last, device)))
     both = 2 * packed.images.nbytes <= MIRRORED_BYTES
     rows = PixelRows(packed, torch.device("cpu"), copy=both, mirror=both)
     if kind == "packed" and device.type == "cuda":
-        return Loader(kind, _sent_ahead(plan, rows, device, ModelRange(side, channels_last, device)), 1)
-    batches = _gathered(plan, rows, ModelRange(side, channels_last))
+        return Loader(kind, _sent_ahead(plan, rows, device, model_range(side, channels_last, device)), 1)
+    batches = _gathered(plan, rows, model_range(side, channels_last))
     if kind == "still":
         first = next(batches)
         first = first._replace(images=first.images.to(device))
@@ -222,12 +226,12 @@ def _numbered(plan: Plan, rows: PixelRows) -> Iterator[tuple[int, npt.NDArray[np
         yield from zip(itertools.count(step), indices, rows.numbers(indices, flips).unbind(), strict=False)
 
 
-def _gathered(plan: Plan, rows: PixelRows, scale: ModelRange) -> Iterator[Batch]:
+def _gathered(plan: Plan, rows: PixelRows, scale: Scale) -> Iterator[Batch]:
     for step, indices, numbers in _numbered(plan, rows):
         yield Batch(images=scale(rows.gather(numbers)), indices=indices, step=step)
 
 
-def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
+def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: Scale) -> Iterator[Batch]:
     """Gather batches and send them to a CUDA device as bytes, one ahead, on a stream beside the one that trains."""
     # Urgent, so that scaling does not queue behind a network that fills the device.
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -250,19 +254,7 @@ def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelR
         ahead = sent
 
 
-def _resident(packed: PackedImages, device: torch.device) -> PixelRows:
-    """The images on the device. Raises Unsupported where they do not fit."""
-    # The host's file cache counts as free.
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if (size := packed.images.nbytes) > free:
-        raise Unsupported(
-            f"the {packed.manifest.count:,} images take {size / 2**20:,.0f} MiB and {device} has "
-            f"{free / 2**20:,.0f} MiB free; use loader 'packed'"
-        )
-    return PixelRows(packed, device, copy=True, mirror=2 * size <= MIRROR_SHARE * free)
-
-
-def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: ModelRange, *, pin_memory: bool) -> Loader:
+def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: Scale, *, pin_memory: bool) -> Loader:
     files = packed.files
     if files is None:
         raise DataError(
