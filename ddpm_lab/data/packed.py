@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -159,28 +159,19 @@ def open_packed(dest: Path) -> PackedImages:
     return PackedImages(dest=dest, manifest=manifest, images=images, train_indices=trained, held_out_indices=held_out)
 
 
-class Choices(TypedDict, total=False):
-    """How images are prepared.
-
-    ``image_size`` is the side S of the square images in pixels (32). ``held_out`` is a folder of images never to train
-    on; without it, a part of the source is chosen (``split``). With ``skip_bad`` damaged files are left out and listed
-    in the manifest; without, the first one stops everything.
-    """
-
-    image_size: int
-    held_out: str | Path | None
-    skip_bad: bool
-
-
-def prepare(
-    source: str | Path, dest: str | Path, *, progress: Progress | None = None, **how: Unpack[Choices]
-) -> Manifest:
+def prepare(source: str | Path, dest: str | Path, *, progress: Progress | None = None, **how: Any) -> Manifest:
     """Decode ``source`` into the prepared folder ``dest``; return at once when it is there and still fits.
 
-    ``source`` is a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
-    ``dest`` does not exist, is empty, or was prepared before. Of several processes that prepare the same one, one works
-    and the others wait. A build that is killed leaves nothing that looks finished. ``progress`` is called with a line
-    of text about once a second. Raises DataError for a source or destination that cannot be used.
+    Args:
+        source: a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
+        dest: a folder that does not exist, is empty, or was prepared before. Of several processes that prepare the same
+            one, one works and the others wait. A build that is killed leaves nothing that looks finished.
+        progress: called with a line of text about once a second.
+        how: ``image_size``, the side S of the square images in pixels (32); ``held_out``, a folder of images never to
+            train on, without which a part of ``source`` is chosen (``split``); and ``skip_bad``, to leave damaged files
+            out and list them in the manifest, instead of stopping at the first.
+
+    Raises DataError for a source or destination that cannot be used.
     """
     return _prepare(_job(source, **how), Path(dest).absolute(), progress)
 
@@ -191,7 +182,7 @@ def resolve(
     *,
     results: Path | None = None,
     progress: Progress | None = None,
-    **how: Unpack[Choices],
+    **how: Any,
 ) -> Path:
     """Return the prepared folder for ``source``, which may be one itself; otherwise prepare it inside ``cache``.
 
@@ -261,7 +252,7 @@ def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None =
     return Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 
 
-def place_of(source: str | Path, cache: str | Path, **how: Unpack[Choices]) -> tuple[Path, Job | None]:
+def place_of(source: str | Path, cache: str | Path, **how: Any) -> tuple[Path, Job | None]:
     """Return the folder that ``resolve`` returns, prepared or not, and of what it is made; None if it is ``source``."""
     path = expanded(source)
     if str(source) != SYNTHETIC and is_prepared(path):
