@@ -175,6 +175,8 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, 30, save_every=7, **NEVER)
     assert steps_in(tmp_path) == [7, 14]
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 17, "lo')  # killed while it wrote
     group = ranks()
     run(tmp_path, 30, save_every=7, **NEVER)
     assert (trained(group), steps_in(tmp_path)) == (16, [21, 28, 30])
@@ -348,23 +350,6 @@ def test_bad_settings_are_refused(plan: Plan) -> None:
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------
-
-
-def rows(*steps: int) -> list[dict[str, Any]]:
-    return [{"step": i, "loss": 1 / i, "images_per_second": 9.5, "held_out_loss": 0.5} for i in steps]
-
-
-def test_a_log_is_cut_back_to_where_a_run_goes_on(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as folder:
-        folder.open_log(0)
-        folder.log(rows(1, 2))
-        folder.log(rows(3, 4))
-    with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # killed while it wrote
-    with RunFolder(tmp_path) as folder:
-        folder.open_log(3)
-        folder.log(rows(4))
-    assert logged(tmp_path) == rows(1, 2, 3, 4)
 
 
 def test_one_run_at_a_time_keeps_its_newest_checkpoints_and_clears_what_is_half_written(tmp_path: Path) -> None:

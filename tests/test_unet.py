@@ -48,6 +48,7 @@ def run(network: nn.Module, x: Tensor, t: Tensor, *, bf16: bool = False) -> tupl
 def test_sizes_and_work() -> None:
     sizes = {"seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227, "tiny": 44_332}
     assert sizes == PARAMETERS, "for who has no torch"
+    assert NETWORKS.keys() == MULTIPLES.keys()
     for name, parameters in sizes.items():
         with torch.device("meta"):
             network = build_network(name)
@@ -61,16 +62,6 @@ def test_sizes_and_work() -> None:
     # five blocks over 16x16 positions and one over 4x4, all 256 wide.
     attention = 3 * 4 * 256 * (5 * 256**2 + 16**2)
     assert round((count_flops(partial(build_network, "ddpm")) - attention) / 1e9, 1) == 36.3
-
-
-def test_sizes_that_a_configuration_may_have_give_finite_images() -> None:
-    assert NETWORKS.keys() == MULTIPLES.keys()
-    for name, multiple in MULTIPLES.items():
-        for size in (multiple, 5 * multiple) if name != "s000" else ():  # which is seed, twice as wide
-            x, t = inputs(2, size, size)
-            output = UNet(replace(NETWORKS[name], width=min(32, NETWORKS[name].width)))(x, t)
-            assert output.shape == x.shape
-            assert output.isfinite().all()
 
 
 @pytest.mark.parametrize("fused", [False, True])
