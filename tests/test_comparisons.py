@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import records as make
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.record import RunRecord

@@ -23,6 +23,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import COMMAND, RunConfig
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.questions import planning
 
 COMMANDS = [name for names in GROUPS.values() for name in names]
