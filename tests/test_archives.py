@@ -257,7 +257,7 @@ def test_a_jpeg_of_very_many_scans_is_refused(tmp_path: Path) -> None:
         decode(tmp_path / "many.jpg", 8)
 
 
-def test_rgb_grey_and_palette_become_rgb(tmp_path: Path) -> None:
+def test_colours_transparency_and_orientation_become_rgb(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     assert np.array_equal(decode(save(tmp_path / "1.png", pixels), 8), pixels)
     grey = pixels[:, :, 0]
@@ -268,9 +268,6 @@ def test_rgb_grey_and_palette_become_rgb(tmp_path: Path) -> None:
     assert np.array_equal(decode(tmp_path / "palette.png", 8), expected)
     Image.fromarray(grey > 127).save(tmp_path / "bits.png")
     assert np.array_equal(decode(tmp_path / "bits.png", 8), (expected > 127) * 255)
-
-
-def test_transparency_is_composited_on_white(tmp_path: Path) -> None:
     colour, alpha = np.array([200, 100, 0]), np.array([0, 128, 255], np.uint8)
     rgba = np.concatenate([np.broadcast_to(colour, (3, 3, 3)), alpha[None, :, None].repeat(3, 0)], axis=2)
     share = alpha[:, None] / 255
@@ -280,6 +277,13 @@ def test_transparency_is_composited_on_white(tmp_path: Path) -> None:
     keyed = np.zeros((3, 3, 3), np.uint8)
     keyed[1, 1] = colour
     assert (decode(save(tmp_path / "keyed.png", keyed, transparency=(0, 0, 0)), 3)[0] == 255).all()
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    found = decode(save(tmp_path / "1.jpg", pixels, exif=exif), 16)
+    assert found[:6].max() < 10
+    assert found[10:].min() > 245
 
 
 def test_other_sizes_are_resized_by_the_shorter_side_and_cropped(tmp_path: Path) -> None:
@@ -293,16 +297,6 @@ def test_other_sizes_are_resized_by_the_shorter_side_and_cropped(tmp_path: Path)
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     averaged = decode(save(tmp_path / "1.png", board), 8).astype(int)
     assert np.abs(averaged - 127).max() < 16, "averaged, not picked"
-
-
-def test_exif_orientation_is_applied(tmp_path: Path) -> None:
-    pixels = np.zeros((16, 16, 3), np.uint8)
-    pixels[:8] = 255
-    exif = Image.Exif()
-    exif[0x0112] = 3  # upside down
-    found = decode(save(tmp_path / "1.jpg", pixels, exif=exif), 16)
-    assert found[:6].max() < 10
-    assert found[10:].min() > 245
 
 
 def test_a_file_that_is_no_whole_image_is_named_in_one_line(tmp_path: Path) -> None:

@@ -251,9 +251,6 @@ def test_planted_harm_is_worse_and_the_default_is_not() -> None:
     assert default.high < default.margin
     assert fast_one.low > fast_one.margin
     assert (rounded.verdict, rounded.images, rounded.seeds) == (WORSE, 20_000, 5)
-
-
-def test_planted_harm_is_worse_where_seed_has_just_the_loss_that_shows_harm() -> None:
     rounded, default = planted("seed", weights_in_bf16=ROUNDED, default=DEFAULT).values()
     assert (rounded.verdict, rounded.seeds) == (WORSE, 5)
     assert (default.verdict, default.seeds, default.images) == (NOT_WORSE, 5, 5_000)

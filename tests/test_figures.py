@@ -275,7 +275,7 @@ def test_a_question_has_the_figures_that_its_records_allow(name: str, expected: 
 # --- comparisons ---
 
 
-def test_times_are_the_baselines_divided_by_the_ratios() -> None:
+def test_bars_of_questions_are_what_their_records_say() -> None:
     base, bf16 = (next(c for c in comparisons(amp()) if c.label == name) for name in ("fp32", "bf16"))
     (ax,) = drawn("resolved")["time"].axes
     assert [end for _, end in boxes(ax)] == pytest.approx(
@@ -283,6 +283,23 @@ def test_times_are_the_baselines_divided_by_the_ratios() -> None:
     )
     (ends,) = intervals(ax).values()
     assert ends == pytest.approx([base.projected_seconds / v for v in (bf16.ratio.high, bf16.ratio.low)])
+    (ax,) = drawn("budget, not explained")[""].axes
+    found = boxes(ax)
+    assert [b - a for a, b in found] == pytest.approx([*make.PHASES.values(), 20.0])
+    assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(found))
+    (ax,) = drawn("compiled, costs")["costs"].axes
+    assert names(ax) == ["eager (12 groups)", "compiled, warm cache (6 groups)", "compiled, cold cache (3 groups)"]
+    found = boxes(ax)
+    assert [b - a for a, b in found] == pytest.approx([0.03, 1.2, 0.25, 3.7, 0.04, 0.03, 1.2, 1.6, 0.25, 3.7, 0.04, 34])
+    (ax,) = drawn("recommendation, searched")[""].axes
+    *steps, whole = boxes(ax)
+    way = recommendation.recommendation(study_of("recommendation, searched"))
+    assert way is not None
+    ratios = [step.row.ratio.ends for step in way.steps[1:]]
+    assert list(intervals(ax).values()) == [*ratios, way.best.row.ratio.ends]
+    assert steps[0][0] == 1
+    assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(steps))
+    assert whole == pytest.approx((1, steps[-1][1])), "the bars close"
 
 
 # --- scaling ---
@@ -316,38 +333,3 @@ def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_and_the
         ideal, level = (next(line for line in ax.lines if line.get_linestyle() == "--") for ax in (gain, efficiency))
         assert np.array_equal(np.asarray(ideal.get_xdata()), np.asarray(ideal.get_ydata()))
         assert list(np.asarray(level.get_ydata())) == [75, 75]
-
-
-# --- a step and its phases ---
-
-
-def test_phases_lie_end_to_end_and_end_where_the_step_does() -> None:
-    (ax,) = drawn("budget, not explained")[""].axes
-    found = boxes(ax)
-    assert [b - a for a, b in found] == pytest.approx([*make.PHASES.values(), 20.0])
-    assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(found))
-
-
-# --- compiling and the machine ---
-
-
-def test_a_run_is_the_stages_of_its_groups_end_to_end() -> None:
-    (ax,) = drawn("compiled, costs")["costs"].axes
-    assert names(ax) == ["eager (12 groups)", "compiled, warm cache (6 groups)", "compiled, cold cache (3 groups)"]
-    found = boxes(ax)
-    assert [b - a for a, b in found] == pytest.approx([0.03, 1.2, 0.25, 3.7, 0.04, 0.03, 1.2, 1.6, 0.25, 3.7, 0.04, 34])
-
-
-# --- quality and recommendation ---
-
-
-def test_a_recommendation_is_drawn_from_speed_to_speed() -> None:
-    (ax,) = drawn("recommendation, searched")[""].axes
-    *steps, whole = boxes(ax)
-    found = recommendation.recommendation(study_of("recommendation, searched"))
-    assert found is not None
-    ends = [step.row.ratio.ends for step in found.steps[1:]]
-    assert list(intervals(ax).values()) == [*ends, found.best.row.ratio.ends]
-    assert steps[0][0] == 1
-    assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(steps))
-    assert whole == pytest.approx((1, steps[-1][1])), "the bars close"

@@ -15,13 +15,12 @@ from setups import setup
 
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import machine_state, phrases
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Family, Plan
 from ddpm_lab.questions import lost_scaling as question
-from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.lost_scaling import Split, excess_shares, lost_scaling, slowest_rank, splits
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Setup
@@ -47,9 +46,6 @@ def family_of(machine: Setup, **settings: Any) -> Family:
 
 
 FAMILY = family_of(setup(cores=2))
-
-
-# --- the configurations -----------------------------------------------------------------------------------------------
 
 
 # --- planted losses ---------------------------------------------------------------------------------------------------
@@ -154,14 +150,6 @@ def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> Non
     lacking = split(of)["waiting for data"]
     assert (lacking.known, lacking.note) == (False, f"not measured: {plan.READY_BATCHES} (no memory)")
     assert table(of)["interaction"]["Time in a step"] == "not measured"
-
-
-def test_the_question_shows_the_parts_which_are_no_comparisons_of_its_own() -> None:
-    alone, of = study(scaling()), study(scaling(), measured(communication=4.0))
-    assert answer(of).table() == answer(alone).table()
-    assert question.table(splits(of)) in [rows for _, rows in answer(of).tables()]
-    assert machine_state.table(of) == machine_state.table(alone)
-    assert table(of)["exposed communication"]["Share of the loss"] in ("99 %", "100 %", "101 %")
 
 
 # --- the slowest rank -------------------------------------------------------------------------------------------------

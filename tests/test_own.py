@@ -24,7 +24,6 @@ from conftest import Call
 from fresh_processes import advance, context, seen
 from torch.nn.functional import cross_entropy
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, OWN_LOADER, OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.explain.table import plain
@@ -428,18 +427,6 @@ def looked(here: Path, instrument: Instrument) -> Callable[..., Own]:
         return look_at(name, instrument, device="cpu", seed=0)[0]
 
     return looked
-
-
-@pytest.mark.slow
-def test_what_cannot_be_measured_is_refused_with_its_name_and_line(looked: Callable[..., Own]) -> None:
-    made = "\ndef make():\n    return "
-    for more, words in (
-        ("import nothing_like_this\n", "ModuleNotFoundError: No module named 'nothing_like_this' (mine.py, line 42)"),
-        (f"{made}Training(model=Net(), data=[data()[:5]], loss=loss)\n", "8 in 1 steps, rank 0 used 5"),
-    ):
-        with pytest.raises(ConfigError, match="workload 'mine:make' cannot be measured: ") as refusal:
-            looked(more)
-        assert words in str(refusal.value)
 
 
 @pytest.mark.slow

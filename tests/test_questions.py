@@ -72,24 +72,6 @@ def test_one_device_measures_one_rank_and_says_why_not_two() -> None:
     assert [(c.device, c.world_size, c.network) for c in members(mechanism)] == [("cpu", n, "tiny") for n in (1, 2)]
 
 
-def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
-    three = multi_gpu(setup("8 GPUs"), world_sizes=[8, 3, 3], global_batch_sizes=[48], scaling="strong")
-    assert labels(three) == [["1 GPU", "3 GPUs", "8 GPUs"]]
-    over = multi_gpu(setup(oversubscribe=True), world_sizes=[2, 4])
-    assert [c.oversubscribe for c in members(over.families[0])] == [False, False, True]
-    refused: list[tuple[str, dict[str, Any], str]] = [
-        ("64 cores", {"world_sizes": [1, 3], "global_batch_sizes": [32]}, "32 cannot be shared by 3 ranks"),
-        ("8 GPUs", {"world_sizes": [9]}, "9 ranks need 9 GPUs, this machine has 8"),
-        ("2 cores", {"world_sizes": [4]}, r"4 CPU ranks need 4 cores, 2 are usable here.*oversubscribe"),
-    ]
-    for here, grid, words in refused:
-        with pytest.raises(ConfigError, match=words):
-            ask("multi_gpu", setup(here), **grid)
-
-
-# --- precision, workers, compiling, batch sizes ----------------------------------------------------------------------
-
-
 # --- refusals, primary comparisons, free cores ------------------------------------------------------------------------
 
 ONE_CELL: dict[str, list[Any]] = {

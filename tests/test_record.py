@@ -42,7 +42,7 @@ def test_what_slows_both_sides_of_a_turn_alike_changes_nothing(pairs: list[tuple
     assert set_log_ratio(of(other), of(base)) == pytest.approx(-plain, abs=1e-9)
 
 
-def test_it_is_the_mean_over_turns_that_both_have_for_equal_work() -> None:
+def test_a_set_is_the_mean_over_equal_turns_and_the_twin_is_half_of_the_baseline() -> None:
     assert set_log_ratio(of([1.0, 2.0]), of([0.5, 1.0])) == pytest.approx(math.log(2))
     assert set_log_ratio(of([1.0] * 4), of([1.0, 1.0, 1.0, 16.0])) == pytest.approx(-math.log(2))
     assert set_log_ratio(record(window(0, 1.0)), record(window(0, 1.0, images=20))) == pytest.approx(math.log(2))
@@ -50,9 +50,6 @@ def test_it_is_the_mean_over_turns_that_both_have_for_equal_work() -> None:
     assert set_log_ratio(base, record(window(0, 0.5), window(2, 7.0))) == pytest.approx(math.log(2))
     for nothing in (record(window(3, math.nan), window(4, 1.0)), record(window(0, 1.0, images=0)), record()):
         assert math.isnan(set_log_ratio(base, nothing))
-
-
-def test_the_twin_makes_the_baseline_the_mean_of_two_logarithms() -> None:
     base, twin, other = of([1.0, 2.0]), of([4.0, 2.0]), of([1.0, 1.0])
     assert set_log_ratio(base, other) == pytest.approx(math.log(2) / 2)
     assert turn_log_ratios(base, other, twin) == pytest.approx([math.log(2), math.log(2)])

@@ -25,7 +25,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.diffusion.kernels import State
 from ddpm_lab.diffusion.process import Diffusion, Network
-from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid, sampling_timesteps
+from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
 from ddpm_lab.files import lock
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -123,17 +123,6 @@ def test_a_step_never_waits_for_the_device(never_waiting: Callable[[], AbstractC
         with never_waiting():
             for step in steps:
                 x = denoise(wobbly, step, x, lambda: torch.randn((2, 3, 8, 8), generator=source, device="cuda"))
-
-
-def test_timesteps_run_from_pure_noise_to_the_first() -> None:
-    assert sampling_timesteps(1000, 1000) == list(range(999, -1, -1))
-    times = sampling_timesteps(1000, 250)
-    assert (times[0], times[-1], len(set(times))) == (999, 0, 250)
-    assert set(np.diff(times)) == {-4, -5}
-    assert sampling_timesteps(1000, 1) == [999]
-    for steps in (0, 11):
-        with pytest.raises(ValueError, match=f"steps is {steps}"):
-            sampling_timesteps(10, steps)
 
 
 def test_image_grid_places_and_scales() -> None:

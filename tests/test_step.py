@@ -77,26 +77,6 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ampere")
-def test_the_compiler_that_is_demanded_is_the_one_that_would_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A C++ compiler for a CPU and a C compiler for a GPU; each may be another one by its variable."""
-    on_cpu = RunConfig(compile="whole")
-    on_gpu = dataclasses.replace(on_cpu, device="cuda")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for label, variable, words in (
-        (on_cpu, "CXX", r"C\+\+ compiler.*install g\+\+"),
-        (on_gpu, "CC", "C compiler.*install gcc"),
-    ):
-        monkeypatch.delenv(variable, raising=False)
-        with pytest.raises(Unsupported, match=words):
-            require(label)
-        (tmp_path / "other").touch(mode=0o755)
-        monkeypatch.setenv(variable, "other")
-        require(label)
-
-
-@pytest.mark.usefixtures("ampere")
 def test_a_variable_by_which_fp32_would_run_in_tf32_unseen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require(RunConfig(device="cuda"))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")

@@ -109,9 +109,6 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
     assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
 
 
-# --- what differs ----------------------------------------------------------------------------------------------------
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

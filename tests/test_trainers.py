@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import setups
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, TUNED
-from ddpm_lab.questions.ask import ask
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
 from ddpm_lab.training.setting import Setup
 
@@ -36,16 +34,3 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
     formats = {"diffusers": {"precision": "fp32", "channels_last": False}}
     rows = dict(peers(setup(preset="quick", formats=formats)).families[0].candidates)
     assert (rows["diffusers, tuned"].precision, rows["diffusers, tuned"].channels_last) == ("fp32", False)
-
-
-def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
-    here = setup(network="ddpm")
-    assert {config.workload for _, config in peers(here).families[0].candidates} == {PEERS["diffusers"]}
-    for name in (PUBLISHED, "denoising-diffusion-pytorch"):
-        with pytest.raises(ConfigError, match=rf"'{name}'.*'ddpm'"):
-            peers(here, trainers=[name])
-    assert peers(setup(network="s000"), trainers=list(PEERS)).families
-    grids: list[dict[str, Any]] = [{"trainers": ["EDM"]}, {"parts": ["all"]}, {"parts": []}, {"global_batch_size": 0}]
-    for grid in grids:
-        with pytest.raises(ConfigError, match=next(iter(grid))):
-            ask("peers", setup(), **grid)
