@@ -82,6 +82,8 @@ class Busy(Planted):
         self.lock = multiprocessing.RLock() if self.option("lock", False) else None
         if service := self.option("service", ""):
             leave_service(service)
+        if self.option("stops_clocks", False):
+            time.perf_counter = time.monotonic = lambda: 0.0
         if self.option("hums", False):
             threading.Thread(target=hum, daemon=True).start()
         self.fault("build")
@@ -105,6 +107,8 @@ class Busy(Planted):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             case "unsupported":
                 raise Unsupported("no C++ compiler: install g++")
+            case "kill parent":
+                os.kill(os.getppid(), signal.SIGKILL)
             case "exit":
                 os._exit(3)
             case "leave":

@@ -93,6 +93,7 @@ catches = after(careful, at=3)
 seeds = after(lambda: (random.seed(0), torch.manual_seed(0), torch.set_num_threads(1)))
 allocates = after(lambda: torch.empty(10**15))
 recurses = after(lambda: (f := lambda: f())())
+orphans = after(lambda: os.kill(os.getppid(), signal.SIGKILL))
 """
 CRASH, RUNS = "crashed: rank 0", "ran as 1 rank"
 WORKLOADS = {
@@ -109,12 +110,13 @@ WORKLOADS = {
         "loads": "DataLoader worker (pid",
         "catches": "(mine.py, line ",
         "recurses": "RecursionError",
+        "orphans": "the process that starts the ranks was killed while ",
         "deletes": "the code was edited (mine)",
     },
     **dict.fromkeys(("ignores", "moves", "prints", "threads", "forks", "starts", "seeds", "slow"), RUNS),
 }
 """What is said of each side, and that it is wrong or ran."""
-SHORT = ("loads", "recurses")
+SHORT = ("loads", "orphans")
 IN_FULL = os.environ.get("CHAOS") == "full"
 
 

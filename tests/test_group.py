@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import BUSY, alive, busy_config, code_of
+from conftest import BUSY, alive, busy_config, code_of, wait_for
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import group as group_module
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.others import tree_seconds
-from ddpm_lab.measure.process import DONE, Life, sweep
+from ddpm_lab.measure.process import Life, sweep
 from ddpm_lab.measure.witness import mismatches
 
 MODULES = code_of(BUSY).modules
@@ -153,6 +153,23 @@ def test_a_service_that_left_its_session_ends_with_its_group_and_no_other(tmp_pa
         assert alive([kept]) == []
 
 
+def test_who_kills_the_process_that_starts_ranks_is_blamed_and_others_go_on() -> None:
+    with group(busy_config(2)) as innocent, group(busy_config(fault="kill parent", fault_step=1)) as guilty:
+        server = psutil.Process(guilty.pids[0]).ppid()
+        with contextlib.suppress(GroupFailed):
+            guilty.window(settle=0, steps=3, limit=30, stage="testing")
+        wait_for(lambda: not alive([server]), 30)  # a killed process takes a while to end
+        innocent.window(settle=0, steps=3, limit=30, stage="testing")
+        with pytest.raises(GroupFailed, match="the process that starts the ranks was killed while testing"):
+            guilty.window(settle=0, steps=3, limit=30, stage="testing")
+        with group(busy_config()) as later:
+            for g in (innocent, later):
+                pids = g.pids
+                assert g.window(settle=0, steps=2, limit=30, stage="testing")
+                g.finish()
+                wait_for(lambda: not alive(pids), 5)  # noqa: B023 - it is called at once
+
+
 def test_ranks_that_exchange_nothing_are_no_training_on_several() -> None:
     config = busy_config(2, alone=True)
     with group(config) as g:
@@ -187,7 +204,7 @@ def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int, pl
 def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a scheduler, or in a container: parent and ranks stop together for longer than any limit."""
     clock = [0.0]
-    said = iter([None, None, DONE])
+    said = iter([False, False, True])
 
     def wait(*_: Any, **__: Any) -> None:
         clock[0] += 100.0 if clock[0] == 0.0 else 0.5
@@ -196,7 +213,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: p
     monkeypatch.setattr(group_module, "connection", SimpleNamespace(wait=wait))
     silent = {"hear": lambda: next(said), "life": lambda: Life(clock[0], 0, 0, "forward"), "stack": str}
     job = object.__new__(Group)
-    job._ranks = [SimpleNamespace(**silent, ears=(), report={}, host="")]  # type: ignore[list-item]
+    job._ranks = [SimpleNamespace(**silent, ears=(), report={}, ending=None)]  # type: ignore[list-item]
     job.config, job.limits, job.progress = busy_config(), Limits(), lambda _: None
     assert job._reports(10.0, "testing") == [{}]
 

@@ -80,6 +80,27 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
         assert all(len(rank.losses) == sum(w.steps for w in r.windows) for rank in r.ranks)
 
 
+def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = Member("baseline", "busy", dataclasses.replace(busy_config(), oversubscribe=False))
+    rows = [(make.CPU, "amp", False), (make.GPUS, "amp", True), (make.GPUS, "compare", False)]
+    for machine, experiment, mechanism in rows:
+        monkeypatch.setattr(sets, "environment", lambda machine=machine: make.environment(machine))
+        run = sets._Set(instrument, [member], short_plan, {"experiment": experiment, "family": "busy"})
+        assert run.record(run.seats[0]).mechanism_only is mechanism
+
+
+def test_own_code_may_replace_the_clock_and_steps_that_take_no_time_are_a_failure(
+    instrument: Instrument, short_plan: Plan
+) -> None:
+    stopped = measured(instrument, short_plan, ("stops", busy_config(stops_clocks=True)))[2]
+    assert (stopped.status, len(stopped.windows)) == ("ok", short_plan.turns)
+    assert all(w.seconds > 0 for w in stopped.windows)
+    with pytest.raises(GroupFailed, match="its steps took no time by time"):
+        sets.slowest([{"start": 3.0, "step_ends": [0.0, 0.0]}])
+
+
 @pytest.mark.slow
 def test_failures_are_rows_and_the_rest_goes_on(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.others import fair_cores, free_cores
-from ddpm_lab.measure.process import LEFT, Ending, Life, LocalRank, RankJob, Store, host_id, join_store, private_folder
+from ddpm_lab.measure.process import Ending, Life, LocalRank, RankJob, Store, host_id, join_store, private_folder
 
 OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
 """How the names of variables begin that may differ between hosts: they name cards and networks."""
@@ -276,7 +276,7 @@ class RemoteRank:
         self.ears = [channel.ear]  # ready when the rank speaks or ends
         self.report: dict[str, Any] = {}  # what the rank measured by its latest command
         self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
-        self._ending: Ending | None = None
+        self.ending: Ending | None = None
         fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
         fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
         self.channel.send(do="start", group=self.group, job=fields)
@@ -290,37 +290,31 @@ class RemoteRank:
         self._life, self._heard = self._life._replace(silent_seconds=0.0), time.monotonic()
         self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
 
-    def hear(self) -> str | None:
-        """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
-        while self._ending is None and (message := self.channel.receive()) is not None:
+    def hear(self) -> bool:
+        """Whether the rank has reported that it did what it was told; ``ending`` says why it will not."""
+        while self.ending is None and (message := self.channel.receive()) is not None:
             if message.get("group") != self.group:
                 continue  # of a group that has been killed since
             self._life, self._heard = Life(*message["life"]), time.monotonic()
+            if "report" in message:
+                self.report = message["report"]
+                return True
             if "ending" in message:
                 # From how long ago it was there: the clocks of two hosts have nothing in common.
                 ending = Ending(*message["ending"])
-                self._ending = ending._replace(time=self._heard - ending.time)
-            elif "said" in message:
-                self.report = message["report"]
-                return str(message["said"])
-        if self._ending is None and self.channel.silent_beats >= LOST_BEATS:
+                self.ending = ending._replace(time=self._heard - ending.time)
+        if self.ending is None and self.channel.silent_beats >= LOST_BEATS:
             how = f"was lost: its process has not answered for {LOST_BEATS * BEAT_SECONDS:.0f} s"
-            self._ending = Ending("crashed", how, "", time.monotonic(), reported=False)
-        return LEFT if self._ending else None
+            self.ending = Ending("crashed", how, "", time.monotonic(), reported=False)
+        return False
 
     def life(self) -> Life:
         """The rank's last sign of life, as old as it is by now."""
         return self._life._replace(silent_seconds=self._life.silent_seconds + time.monotonic() - self._heard)
 
-    def ending(self) -> Ending | None:
-        self.hear()
-        return self._ending
-
-    def log(self) -> str:
-        """The end of what the rank printed, as far as it is known here."""
-        return self._ending.detail if self._ending else ""
-
-    stack = log
+    def stack(self) -> str:
+        """Nothing: it is known where the rank is held."""
+        return ""
 
     def kill(self) -> None:
         """Have the rank killed; nobody waits for it, since what its process is sent next comes after that."""
@@ -398,15 +392,13 @@ class _Held(LocalRank):
 
     def news(self) -> dict[str, Any]:
         """What the rank says, or at least that it lives."""
-        said, life = self.hear(), self.life()
-        if said is None:
-            return {"life": life}
-        self.at_work = False
-        if said == LEFT:
-            now = time.monotonic()
-            ending = self.ending() or Ending("crashed", "left without a word", self.log(), now, reported=False)
-            return {"life": life, "ending": ending._replace(time=now - ending.time)}
-        return {"life": life, "said": said, "report": self.report}
+        done, news = self.hear(), {"life": self.life()}
+        self.at_work = not (done or self.ending)
+        if done:
+            return {**news, "report": self.report}
+        return (
+            {**news, "ending": self.ending._replace(time=time.monotonic() - self.ending.time)} if self.ending else news
+        )
 
     def end(self) -> None:
         self.kill()

@@ -18,27 +18,27 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
-from ddpm_lab.measure.group import Awake, GroupFailed, Limits
-from ddpm_lab.measure.guard import Paused
+from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
 from ddpm_lab.measure.process import (
     SPIN_COUNT,
     SPIN_VARIABLE,
+    Ending,
+    Life,
     end_guarded,
     guarded,
     host_id,
-    private_folder,
     tells_of_memory,
     temporary,
 )
@@ -58,27 +58,42 @@ EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks 
 
 
 class _Peer:
-    """A process in which an optimizer steps."""
+    """A process in which an optimizer steps, as a group knows its ranks."""
+
+    unheard = False
 
     def __init__(self, link: connection.Connection) -> None:
-        self.link = link
-        self.answers: list[dict[str, Any]] = []
+        self._link, self.ears = link, [link]
+        self.report: dict[str, Any] = {}
+        self.ending: Ending | None = None
         self.steps = 1
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
 
-    def read(self) -> bool:
-        """Take in what was said, which may be nothing but a sign of life; False at its end."""
+    def hear(self) -> bool:
+        """Whether there is an answer; what else is said is nothing but a sign of life. At its end it has an ending."""
+        said = {}
         try:
-            said = parsed(self.link.recv_bytes())
+            if self._link.poll():
+                said = parsed(self._link.recv_bytes())
+                self._heard = time.monotonic()
         except (EOFError, OSError):
-            return False
-        self.heard = time.monotonic()
-        self.answers += [said] if said else []
-        return True
+            self.ending = Ending("crashed", "ended", "", time.monotonic())
+        self.report = said or self.report
+        return bool(said)
 
-    def tell(self, **command: Any) -> None:
+    def tell(self, command: str, arguments: dict[str, Any]) -> None:
+        self._heard = time.monotonic()
         with contextlib.suppress(OSError):
-            self.link.send_bytes(json.dumps(command).encode())
+            self._link.send_bytes(json.dumps({"command": command, **arguments}).encode())
+
+    def life(self) -> Life:
+        return Life(time.monotonic() - self._heard, self.steps, 0, "")
+
+    def kill(self) -> None:
+        """Its guard does."""
+
+    def close(self) -> None:
+        self._link.close()
 
 
 def files_named(command: str, folder: Path) -> list[Path]:
@@ -100,52 +115,32 @@ def sets_threads(command: str, folder: Path) -> bool:
     return any(map(LAUNCHERS.search, texts_of(command, folder)))
 
 
-class CommandGroup:
+class CommandGroup(Group):
     """The processes of one command line; of several ranks it reports as if they were one, the slowest.
 
     It runs in the working folder, or in the first one of a ``tree``. What it prints is appended to ``log``. ``read``
-    has the files of settings that it opened before its first step; those that it wrote are added to ``written``, when
-    it has ended. Raises GroupFailed where it ends, or ``limits`` are over, before a step of an optimizer.
+    has the files of settings that it opened before its first step. Raises GroupFailed where it ends, or ``limits`` are
+    over, before a step of an optimizer.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        threads: int,
-        log: Path,
-        limits: Limits,
-        tree: Tree | None = None,
-        written: set[str] | None = None,
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.written = set() if written is None else written
-        self.limits, self.progress, self.log = limits, progress, log
-        self._optimizer = config.option("optimizer", "") or "a torch optimizer"
-        begun = time.monotonic()
-        self._peers: list[_Peer] = []
-        self._strangers: list[_Peer] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._paused = Paused()
-        self._private = private_folder()
-        self.folder = Path(self._private.name)
+    _ranks: list[Any]  # each a _Peer
+    _process: subprocess.Popen[bytes] | None = None
+
+    def _start(self, threads: int, **how: Any) -> None:
+        self.log: Path = how["log"]
+        tree: Tree | None = how.get("tree")
+        self._optimizer = self.config.option("optimizer", "") or "a torch optimizer"
+        self._strangers: list[_Peer] = []  # that have not made a step, or are not to be told to
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            shutil.copyfile(HOOK, self.folder / "sitecustomize.py")
-            self._listener.bind(str(self.folder / "turns"))
-            self._listener.listen(256)
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                self._printed_before = output.tell()
-                folder = tree.folders[0] if tree else None
-                environment = self._environment(config, threads, Path(folder or ""))
-                self._process = guarded(["sh", "-c", config.command], output, cwd=folder, env=environment)
-            self._gather()
-            self.read = opened(self.folder, "r")
-        except BaseException:
-            self.kill()
-            raise
-        self.start_seconds = self.build_seconds = time.monotonic() - begun
+        shutil.copyfile(HOOK, self.folder / "sitecustomize.py")
+        self._listener.bind(str(self.folder / "turns"))
+        self._listener.listen(256)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._printed_before = output.tell()
+            folder = tree.folders[0] if tree else None
+            environment = self._environment(self.config, threads, Path(folder or ""))
+            self._process = guarded(["sh", "-c", self.config.command], output, cwd=folder, env=environment)
 
     def _environment(self, config: RunConfig, threads: int, folder: Path) -> dict[str, str]:
         path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
@@ -158,42 +153,55 @@ class CommandGroup:
             found["OMP_NUM_THREADS"] = str(threads)
         return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
 
-    def _gather(self) -> None:
+    def _first_reports(self) -> list[dict[str, Any]]:
         """Wait until every rank has made its first step."""
-        greetings: dict[int, dict[str, Any]] = {}
-        peers: dict[int, _Peer] = {}
-        awake, limit = Awake(), self.limits.build_seconds
-        begun = awake.since
-        while not greetings or len(greetings) < greetings[min(greetings)]["world_size"]:
-            ready = connection.wait([self._listener, *(p.link for p in self._strangers)], timeout=0.5)
-            self._accept(ready)
-            for peer in [p for p in self._strangers if p.link in ready]:
-                if not peer.read():
+        found: dict[int, _Peer] = {}
+        limit = self.limits.build_seconds
+        for ready, awake in self._looks("before its first step", list):
+            for peer in [peer for peer in self._strangers if peer.report]:
+                if found.setdefault(peer.report["rank"], peer) is peer:  # else it sleeps from here on
                     self._strangers.remove(peer)
-                    peer.link.close()
-                elif peer.answers and peer.answers[0]["rank"] not in peers:  # else it sleeps from here on
-                    self._strangers.remove(peer)
-                    said = peer.answers.pop()
-                    peers[said["rank"]], greetings[said["rank"]] = peer, said
+            if found and len(found) >= found[min(found)].report["world_size"]:
+                break
             if not ready and self._process and self._process.poll() is not None:
-                self._fail(f"before a step of {self._optimizer}")
-            now = awake.look()
-            if now - awake.since > limit:
+                self._fail()
+            if awake > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
                 how = f"no step of {self._optimizer} in {self.limits.told(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
-            self.progress(f"before its first step, {now - begun:.0f} s")
-        self._peers = [peers[rank] for rank in sorted(peers)]
-        self.pids = [greetings[min(greetings)]["pid"]]
+        self._ranks = [found[rank] for rank in sorted(found)]
+        self._pid = self._ranks[0].report["pid"]
+        self.read = opened(self.folder, "r")
+        return []
 
-    def _accept(self, ready: Sequence[object]) -> None:
-        if self._listener in ready:
-            self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
+    @property
+    def pids(self) -> list[int]:
+        """The process id of the first rank."""
+        return [self._pid]
+
+    def _looks(self, stage: str, ears: Callable[[], list[Any]]) -> Iterator[tuple[list[Any], float]]:
+        """Hear those too that come and make a step, which none may once all ranks are known."""
+
+        def all_ears() -> list[Any]:
+            return [self._listener, *ears(), *(ear for peer in self._strangers for ear in peer.ears)]
+
+        for ready, awake in super()._looks(stage, all_ears):
+            if self._listener in ready:
+                self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
+            for peer in [*self._strangers]:
+                if (peer.hear() or peer.report) and self._ranks:  # it would sleep while the others train
+                    several = "several of its processes make steps, of which torch.distributed knows nothing"
+                    raise GroupFailed("crashed", f"{several}: only one could be measured{self._last()}")
+                if peer.ending:
+                    self._strangers.remove(peer)
+                    peer.close()
+            yield ready, awake
 
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
         """Have every rank make ``settle`` untimed and ``steps`` timed steps; ``limit`` is the longest silence."""
-        reports = self._ask(stage, limit, command="window", settle=settle, steps=steps)
-        for peer in self._peers:
+        reports = self.ask("window", limit, stage, settle=settle, steps=steps)
+        self._pause()
+        for peer in self._ranks:
             peer.steps += settle + steps
         start = min(report["start"] for report in reports)
         ends = zip(*([r["start"] + end for end in r["step_ends"]] for r in reports), strict=True)
@@ -206,53 +214,32 @@ class CommandGroup:
 
     def witness(self) -> list[dict[str, Any]]:
         """What the first rank says of itself; ``files`` then has those of its modules that are in no library."""
-        seen = self._ask("reading the witness", self.limits.build_seconds, command="witness")[0]
+        seen = super().witness()[0]
         self.files: list[str] = seen.pop("files")
-        return [{**seen, "rank": 0, "host": host_id(), "steps": self._peers[0].steps}]
+        return [{**seen, "rank": 0, "host": host_id(), "steps": self._ranks[0].steps}]
 
     def finish(self) -> list[dict[str, Any]]:
         """End the command, and return one summary, with the most memory of a rank."""
         seen = self.witness()[0]
-        said = self._ask("finishing", self.limits.finish_seconds, command="finish")
-        self.kill()
+        said = super().finish()
         peaks = {name: max((s[name] for s in said if s[name] is not None), default=None) for name in said[0]}
         told = {name: seen[name] for name in ("rank", "device", "device_uuid", "threads")}
         return [{**told, **peaks, "images": None, "indices_sha256": ""}]
 
-    def _ask(self, stage: str, limit: float, **command: Any) -> list[dict[str, Any]]:
-        self._paused.resume()
-        awake = Awake()
-        begun = shown = awake.since
-        for peer in self._peers:
-            peer.heard = begun
-            peer.tell(**command)
-        while pending := [peer for peer in self._peers if not peer.answers]:
-            links = [peer.link for peer in (*pending, *self._strangers)]
-            ready = connection.wait([self._listener, *links], timeout=0.5)
-            self._accept(ready)
-            # One may have spoken together with those that are measured.
-            for peer in [p for p in self._strangers if p.answers or p.link in ready]:
-                if peer.answers or peer.read():  # it would sleep while the others train
-                    several = "several of its processes make steps, of which torch.distributed knows nothing"
-                    raise GroupFailed("crashed", f"{several}: only one could be measured{self._last()}")
-                self._strangers.remove(peer)
-                peer.link.close()
-            if any(peer.link in ready and not peer.read() and not peer.answers for peer in pending):
-                self._fail(f"after {self._peers[0].steps} steps or more, while {stage}", steps=True)
-            now = awake.look()
-            if now - max(awake.since, *(peer.heard for peer in pending)) > limit:
-                silent = f"made no step of {self._optimizer} for {limit:.0f} s while {stage}"
-                raise GroupFailed("timed out", f"{silent}{self._last()}")
-            if now - shown >= 2:
-                shown = now
-                self.progress(f"{stage}, {now - begun:.0f} s")
+    def _pause(self) -> None:
         assert self._process is not None
         with contextlib.suppress(psutil.Error):  # the guard was killed
             self._paused.stop(psutil.Process(self._process.pid).children())  # it goes on itself
-        return [peer.answers.pop(0) for peer in self._peers]
 
-    def _fail(self, where: str, *, steps: bool = False) -> None:
+    def _silent(self, behind: dict[int, Life], limit: float) -> NoReturn:
+        del behind  # they wait for each other
+        silent = f"made no step of {self._optimizer} for {limit:.0f} s while {self._stage}"
+        raise GroupFailed("timed out", f"{silent}{self._last()}")
+
+    def _fail(self) -> NoReturn:
         """Say how the command ended. Raises GroupFailed."""
+        steps = self._ranks[0].steps if self._ranks else 0
+        where = f"after {steps} steps or more, while {self._stage}" if steps else f"before a step of {self._optimizer}"
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_SECONDS)
@@ -282,9 +269,7 @@ class CommandGroup:
         if self._process is not None:
             end_guarded(self._process)
             self._process = None
-            self.written |= opened(self.folder, "w")
-        for peer in (*self._peers, *self._strangers):
-            peer.link.close()
+        for peer in self._strangers:
+            peer.close()
         self._listener.close()
-        with contextlib.suppress(OSError):  # what others own in it stays
-            self._private.cleanup()
+        super().kill()

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import psutil
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
-from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, is_library
+from ddpm_lab.measure.code_version import PACKAGE, Loaded, is_library
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
-from ddpm_lab.measure.process import DONE, LocalRank, RankJob, private_folder
+from ddpm_lab.measure.process import Life, LocalRank, RankJob, private_folder, server_died
 
 SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
 AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself, as with a whole suspended job
@@ -58,44 +58,29 @@ class Limits:
         return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
 
 
-class Awake:
-    """Since when this process has been awake: a limit that was over while it was stopped itself begins anew."""
-
-    def __init__(self) -> None:
-        self.since = self._looked = time.monotonic()
-
-    def look(self) -> float:
-        """The time now; to be called about every half second."""
-        now = time.monotonic()
-        if now - self._looked > AWAY_SECONDS:
-            self.since = now
-        self._looked = now
-        return now
-
-
 class Group(AbstractContextManager["Group"]):
     """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``.
 
-    Files of settings that somebody's own code wrote here are added to ``written``, when it has ended.
+    ``how`` is more that each ``RankJob`` is told: its modules, environment, tree. Files of settings that somebody's own
+    code wrote here are added to ``written``, when it has ended.
     """
+
+    _awake: ClassVar[Group | None] = None  # the last one that was told something
+    _guilty = ""
 
     def __init__(
         self,
         config: RunConfig,
         *,
         threads: int,
-        modules: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
-        tree: Tree | None = None,
         limits: Limits | None = None,
         written: set[str] | None = None,
         progress: Progress = lambda _: None,
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **how: Any,
     ) -> None:
-        self.config = config
-        self.limits = limits or Limits()
+        self.config, self.limits, self.progress = config, limits or Limits(), progress
         self.written = set() if written is None else written
-        self.progress = progress
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
         self._paused = Paused()
@@ -103,30 +88,32 @@ class Group(AbstractContextManager["Group"]):
         self.folder = Path(self._private.name)
         try:
             with starting():
-                how: dict[str, Any] = {"modules": modules or {}, "environment": dict(environment or {}), "tree": tree}
-                how |= {"threads": threads, "folder": self.folder, "collective_seconds": self.limits.build_seconds}
-                self._start(config=config, **how)
-            built = self._reports(self.limits.build_seconds, "building")
+                self._start(threads, **how)
+            built = self._first_reports()
         except BaseException as error:
             self.kill()
             if isinstance(error, (EOFError, ConnectionError, psutil.NoSuchProcess)):
                 raise GroupFailed("crashed", "the process that starts the ranks ended while starting one") from error
             raise
         self.start_seconds = time.monotonic() - begun
-        self.build_seconds = max(float(report["build_seconds"]) for report in built)
+        self.build_seconds = max((float(report["build_seconds"]) for report in built), default=self.start_seconds)
         """The slowest rank's, until its workload was built: a part of ``start_seconds``."""
 
-    def _start(self, **job: Any) -> None:
+    def _start(self, threads: int, **how: Any) -> None:
         """Start every rank where its place is: on this host, or on those that this process leads."""
         cluster = current()
         places = cluster.places(self.config) if cluster else [Place(i, "", None) for i in range(self.config.world_size)]
         if cluster and len(places) > 1:
-            job["store"] = cluster.store._replace(prefix=f"{cluster.store.prefix}/{self.folder.name}")
+            how["store"] = cluster.store._replace(prefix=f"{cluster.store.prefix}/{self.folder.name}")
         else:
-            job["environment"] = {"GLOO_SOCKET_IFNAME": "lo", **job["environment"]}
+            how["environment"] = {"GLOO_SOCKET_IFNAME": "lo", **how.get("environment", {})}
+        how |= {"folder": self.folder, "threads": threads, "collective_seconds": self.limits.build_seconds}
         for rank, place in enumerate(places):
-            mine = RankJob(**job, rank=rank, device_index=place.device_index)
+            mine = RankJob(config=self.config, rank=rank, device_index=place.device_index, **how)
             self._ranks.append(RemoteRank(mine, place.host, place.channel) if place.channel else LocalRank(mine))
+
+    def _first_reports(self) -> list[dict[str, Any]]:
+        return self._reports(self.limits.build_seconds, "building")
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -203,35 +190,53 @@ class Group(AbstractContextManager["Group"]):
             rank.tell(command, arguments)
         return self._reports(limit, stage)
 
-    def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
-        """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
-        pending = dict(enumerate(self._ranks))
-        awake = Awake()
-        begun = shown = awake.since
-        while pending:
-            connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
-            now = awake.look()
-            for number, rank in list(pending.items()):
-                if (said := rank.hear()) == DONE:
-                    del pending[number]
-                elif said:
-                    self._fail(stage, number)
-            lives = {number: rank.life() for number, rank in pending.items()}
-            last = min((life.steps for life in lives.values()), default=0)
-            # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
-            behind = {number: life for number, life in lives.items() if life.steps == last}
-            if behind and now - awake.since > limit and all(life.silent_seconds > limit for life in behind.values()):
-                least = min(life.marks for life in behind.values())
-                stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
-                doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
-                how = f"showed no sign of life for {self.limits.told(limit)} while {stage}, in {doing}{places}"
-                # Of some that stopped at one mark nobody can say who waits for whom.
-                who = ", ".join(map(self._name, stacks))
-                raise GroupFailed("timed out", f"{who} {how}", "\n".join(stacks.values()))
+    def _looks(self, stage: str, ears: Callable[[], list[Any]]) -> Iterator[tuple[list[Any], float]]:
+        """Wake when one of the ``ears`` is ready, or after half a second: which are, and how long this was awake.
+
+        A limit that was over while this process was stopped itself, as with a whole suspended job, begins anew.
+        """
+        self._stage = stage
+        begun = shown = since = now = time.monotonic()
+        while True:
+            ready, before = connection.wait(ears(), timeout=0.5), now
+            now = time.monotonic()
+            since = now if now - before > AWAY_SECONDS else since
+            yield ready, now - since
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
+
+    def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
+        """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
+        self._blame()
+        Group._awake = self
+        pending = dict(enumerate(self._ranks))
+        for _, awake in self._looks(stage, lambda: [ear for rank in pending.values() for ear in rank.ears]):
+            for number, rank in list(pending.items()):
+                if rank.hear():
+                    del pending[number]
+                elif rank.ending:
+                    self._fail()
+            if not pending:
+                break
+            lives = {number: rank.life() for number, rank in pending.items()}
+            last = min(life.steps for life in lives.values())
+            # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
+            behind = {number: life for number, life in lives.items() if life.steps == last}
+            if awake > limit and all(life.silent_seconds > limit for life in behind.values()):
+                self._silent(behind, limit)
+        self._blame()
         return [rank.report for rank in self._ranks]
+
+    def _blame(self) -> None:
+        """Where the fork server was killed, the group that was awake last has done so, and ends; ranks of others go on.
+
+        A killed process takes a while to end, and another group may be the first to see it.
+        """
+        if server_died() and Group._awake:
+            Group._awake._guilty = f"the process that starts the ranks was killed while {Group._awake._stage}"
+        if self._guilty:
+            raise GroupFailed("crashed", self._guilty)
 
     def _name(self, number: int) -> str:
         """A rank for people, with its host and GPU where the number alone would not find it."""
@@ -244,29 +249,35 @@ class Group(AbstractContextManager["Group"]):
         life = self._ranks[number].life()
         return f"{life.phase!r} of step {life.steps + 1}"
 
-    def _fail(self, stage: str, gone: int) -> None:
-        """Name the rank that failed first: one that was killed or is ``gone`` without a word, else the earliest error.
+    def _silent(self, behind: dict[int, Life], limit: float) -> NoReturn:
+        """Name the ranks for which the others wait; of some that stopped at one mark nobody can say who for whom."""
+        least = min(life.marks for life in behind.values())
+        stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
+        doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
+        how = f"showed no sign of life for {self.limits.told(limit)} while {self._stage}, in {doing}{places}"
+        raise GroupFailed("timed out", f"{', '.join(map(self._name, stacks))} {how}", "\n".join(stacks.values()))
+
+    def _fail(self) -> NoReturn:
+        """Name the rank that failed first: one that was killed or left without a word, else the earliest error.
 
         The others often fail a moment later, because their collective broke; give every report time to arrive.
         """
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while True:
-            errors = {number: ending for number, rank in enumerate(self._ranks) if (ending := rank.ending())}
-            for number, error in errors.items():
-                if not error.reported:
-                    how = f"{self._name(number)} {error.message} in {self._doing(number)}"
-                    raise GroupFailed(error.status, how, error.detail)
-            silent = [rank for number, rank in enumerate(self._ranks) if number not in errors]
+            for rank in self._ranks:
+                rank.hear()
+            endings = {number: rank.ending for number, rank in enumerate(self._ranks) if rank.ending}
+            for number, ending in endings.items():
+                if not ending.reported:
+                    how = f"{self._name(number)} {ending.message} in {self._doing(number)}"
+                    raise GroupFailed(ending.status, how, ending.detail)
+            silent = [rank for rank in self._ranks if not rank.ending]
             if not any(rank.unheard or time.monotonic() < deadline for rank in silent):
                 break
             time.sleep(0.05)
-        if gone not in errors:
-            how = f"left without a word, as by os._exit(0) or closing all files, while {stage}, in {self._doing(gone)}"
-            raise GroupFailed("crashed", f"{self._name(gone)} {how}", self._ranks[gone].log())
-        number, error = min(errors.items(), key=lambda found: found[1].time)
-        if error.status == "unsupported":
-            raise GroupFailed("unsupported", error.message)
-        raise GroupFailed(error.status, f"{self._name(number)}: {error.message}", error.detail)
+        number, ending = min(endings.items(), key=lambda found: found[1].time)
+        named = "" if ending.status == "unsupported" else f"{self._name(number)}: "
+        raise GroupFailed(ending.status, named + ending.message, ending.detail if named else "")
 
 
 def place_in(stacks: str) -> str:

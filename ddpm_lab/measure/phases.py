@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter  # which somebody's code may replace in its module
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class PhaseClock:
         if self._marks is not None:
             if self._synchronised and self._cuda:
                 torch.cuda.synchronize()
-            self._marks.append((phase, time.perf_counter(), self._event()))
+            self._marks.append((phase, perf_counter(), self._event()))
         elif self.tracing:
             self._range.close()
             if phase != UNNAMED:
@@ -105,12 +105,12 @@ class PhaseClock:
         # With the last gradients the backward pass is over: until the optimizer begins, only the exchange is left.
         if waiting or (bucket.is_last() and not self.tracing):
             self.mark(COMMUNICATION)
-        start = self._event() or time.perf_counter()
+        start = self._event() or perf_counter()
         exchange: Any = hook or allreduce_hook  # its annotation leaves out that None means all ranks
 
         def done(future: Future[torch.Tensor]) -> torch.Tensor:
             # On a GPU this runs when the exchange is queued, on a stream that waits for it: the event is its end.
-            self.span(COMMUNICATION, start, self._event() or time.perf_counter())
+            self.span(COMMUNICATION, start, self._event() or perf_counter())
             return future.value()
 
         future: Future[torch.Tensor] = exchange(None, bucket).then(done)
@@ -199,7 +199,7 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     def now() -> float:
         if cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return perf_counter()
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     first = plan["wait"] + plan["warmup"]

@@ -34,6 +34,7 @@ from datetime import timedelta
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic  # which somebody's code may replace in its module
 from typing import IO, Any, NamedTuple
 
 import psutil
@@ -88,7 +89,7 @@ class RankJob:
     folder: Path
     threads: int
     collective_seconds: float
-    modules: Mapping[str, str]
+    modules: Mapping[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     device_index: int = 0
     store: Store | None = None
@@ -124,7 +125,7 @@ class Heartbeat:
 
     def _write(self, steps: int, marks: int, phase: str) -> None:
         # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
-        self._map[:] = BEAT.pack(time.monotonic(), steps, marks, phase.encode()[:24])
+        self._map[:] = BEAT.pack(monotonic(), steps, marks, phase.encode()[:24])
 
     def read(self) -> Life:
         """What the rank said last; read until two looks agree, since the rank may be writing."""
@@ -132,7 +133,7 @@ class Heartbeat:
         while (now := self._map[:]) != before:
             before = now
         seconds, steps, marks, phase = BEAT.unpack(now)
-        return Life(time.monotonic() - seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
+        return Life(monotonic() - seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
 
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
@@ -150,7 +151,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]:
             del sys.modules[name]
         importlib.import_module(__name__).rank_main(pickle.loads(told), commands, lifeline)  # which does not return
-    os.setpgid(0, 0)
+    os.setsid()  # a process group of the server's session would be hung up on, where stopped, if the server is killed
     # As in a training script of one's own. With the start method that this rank inherits, each lock that a library
     # makes (tqdm does, when torch compiles) would be a named semaphore, and this process, which is killed or leaves
     # by os._exit, would leave it behind.
@@ -328,7 +329,6 @@ MODULES = (
 )
 """What the fork server imports once (``preload.py``). It must start no thread and touch no device."""
 
-DONE, LEFT = "done", "left"  # what is heard of a rank: it has done what it was told, or it will say no more
 LOG_CHARACTERS = 4000
 
 
@@ -345,17 +345,34 @@ class Ending(NamedTuple):
 _server: Any = forkserver.ForkServer()
 """The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
 _ranks: set[int] = set()  # of groups that live
+_seen: int | None = None  # the fork server that was there at the last look
+
+
+def server_died() -> bool:
+    """Whether the fork server that was there when this was asked last was killed since."""
+    global _seen  # noqa: PLW0603 - as the server
+    before, now = _seen, _server._forkserver_pid
+    _seen = now if now and _lives(now) else None
+    return before is not None and _seen != before
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process lives; nobody but the kernel knows where the fork server, its parent, was killed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end_all() -> None:
     """End what this process has started, and whatever that has left; remove its private folder."""
-    global _home  # noqa: PLW0603 - as long as the process
+    global _home, _seen  # noqa: PLW0603 - as long as the process
     for process in [*_guards]:  # of which a signal had interrupted the end
         end_guarded(process, 0.0)
     if pid := _server._forkserver_pid:
         end_below(pid)
         os.kill(pid, signal.SIGKILL)  # not yet waited for, so that it is this one
         _server._stop()
+        _seen = None
     if _home:
         shutil.rmtree(_home[0], ignore_errors=True)
         os.close(_home[1])
@@ -402,7 +419,7 @@ class LocalRank:
         self._beat = Heartbeat(self._file("beat"))
         self._pipe, theirs = context.Pipe()
         end, self._lifeline = context.Pipe(duplex=False)
-        self._ending: Ending | None = None
+        self.ending: Ending | None = None
         self._done = False
         called = f"ddpm_lab rank {job.rank}"
         self._process: Any = context.Process(target=rank_main, args=(job, theirs, end), name=called)
@@ -412,8 +429,7 @@ class LocalRank:
             self.leader = psutil.Process(self._process.pid)
             self.pid = self.leader.pid
             _ranks.add(self.pid)
-            # What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``.
-            self.ears: list[Any] = [self._pipe, self._process.sentinel]
+            self.ears: list[Any] = [self._pipe]  # ready when the rank speaks, or ends and no child of it holds the pipe
         except BaseException:
             self._lifeline.close()  # so that a rank that was just started ends
             raise
@@ -431,33 +447,35 @@ class LocalRank:
         with contextlib.suppress(OSError):
             self._pipe.send((command, arguments))
 
-    def hear(self) -> str | None:
-        """``DONE`` once the rank has reported, ``LEFT`` if it will say no more, None if it is still at it."""
-        if self._ending:
-            return LEFT
-        with contextlib.suppress(EOFError, OSError):
-            if not self._pipe.poll():
-                return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            said = parsed(self._pipe.recv_bytes())
-            if "error" in said:
-                self._ending = Ending(**said["error"])
-                return LEFT
+    def hear(self) -> bool:
+        """Whether the rank has reported that it did what it was told; ``ending`` says why it will not."""
+        alive, said = _lives(self.pid), dict[str, Any]()  # looked at first: what was said before the end is not lost
+        if self.ending:
+            return False
+        try:
+            if self._pipe.poll():
+                said = parsed(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            alive = False
+        if "report" in said:
             self.report, self._done = said["report"], True
-            return DONE
-        self._process.join(1)  # for its exit code
-        return LEFT
+        elif "error" in said:
+            self.ending = Ending(**said["error"])
+        elif not alive:
+            self._process.join(1)
+            code: int | None = self._process.exitcode
+            if code or not self._done:  # else it left in order
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code and code < 0
+                    else f"ended with exit code {code}"
+                )
+                how = "left without a word, as by closing all files," if code is None else how
+                self.ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
+        return "report" in said
 
     def life(self) -> Life:
         return self._beat.read()
-
-    def ending(self) -> Ending | None:
-        """How the rank ended; None of one that lives, or left in order."""
-        self.hear()
-        code = None if self._ending or self._process.is_alive() else self._process.exitcode
-        if code is not None and (code or not self._done):
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
-        return self._ending
 
     def log(self) -> str:
         with contextlib.suppress(OSError):

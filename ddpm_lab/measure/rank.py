@@ -12,12 +12,12 @@ import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import perf_counter  # which somebody's code may replace in its module
 from typing import Any
 
 import psutil
@@ -52,10 +52,10 @@ class Rank:
 
     def serve(self) -> None:
         """Build, say so, and obey until the parent says finish or closes the pipe."""
-        begun, command = time.perf_counter(), ""
+        begun, command = perf_counter(), ""
         self.beat.mark("build")
         self.build()
-        self._answer({"build_seconds": time.perf_counter() - begun})
+        self._answer({"build_seconds": perf_counter() - begun})
         while command != "finish":
             try:
                 command, arguments = self.commands.recv()
@@ -133,7 +133,7 @@ class Rank:
 
     def window(self, *, settle: int, steps: int) -> dict[str, Any]:
         """Run ``settle`` untimed steps, line up with the other ranks, and time ``steps`` steps."""
-        beat, batches, step, now = self.beat, self.batches, self.workload.step, time.perf_counter
+        beat, batches, step, now = self.beat, self.batches, self.workload.step, perf_counter
         self._settle(settle, self._step)
         losses, marks, data_seconds = [], [], 0.0
         start = before = now()
@@ -178,10 +178,10 @@ class Rank:
 
     def advance(self, *, steps: int) -> dict[str, Any]:
         """Train ``steps`` steps with nothing in between that training does not need: such a run supplies no speed."""
-        begun = time.perf_counter()
+        begun = perf_counter()
         losses = [self._step() for _ in range(steps)]
         self.synchronize()
-        seconds = time.perf_counter() - begun  # before losses are copied from the device
+        seconds = perf_counter() - begun  # before losses are copied from the device
         return {"losses": [float(loss) for loss in losses], "seconds": seconds}
 
     def call(self, *, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -269,11 +269,11 @@ class Rank:
                 self._settle(settle, self._marked_step)
                 before = _helpers_seconds()
                 self.clock.start(synchronised=variant == "synchronised")
-                start = time.perf_counter()
+                start = perf_counter()
                 for _ in range(steps):
                     self._marked_step()
                 self.synchronize()
-                window = self.clock.stop(start, time.perf_counter(), steps)
+                window = self.clock.stop(start, perf_counter(), steps)
                 window["helpers_cpu_seconds"] = max(0.0, _helpers_seconds() - before) / steps
                 measured.append(window)
         return {**{variant: mean(measured) for variant, measured in windows.items()}, "memory": self._memory()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion, in_lab
@@ -114,13 +114,12 @@ class Seat:
         self.say("starting")
         how: dict[str, Any] = {"limits": instrument.limits, "progress": self.say, "tree": code.tree}
         how |= {"threads": config.rank_threads(instrument.usable_cores), "written": code.written}
-        if config.command:  # it has all that a set asks of a group
-            log = log_of(instrument.cache, config)
-            self.group = group = cast(Group, CommandGroup(config, log=log, **how))
+        if config.command:
+            self.group = CommandGroup(config, log=log_of(instrument.cache, config), **how)
         else:
-            self.group = group = Group(config, environment=self._compile_cache(), modules=code.modules, **how)
-        self._add("start", group.start_seconds - group.build_seconds)
-        self._add("build", group.build_seconds)
+            self.group = Group(config, environment=self._compile_cache(), modules=code.modules, **how)
+        self._add("start", self.alive.start_seconds - self.alive.build_seconds)
+        self._add("build", self.alive.build_seconds)
 
     def hear_witness(self) -> None:
         """Let every rank say what it is. Raises GroupFailed where the label says otherwise."""
@@ -283,9 +282,15 @@ def memory_held(reports: list[dict[str, Any]]) -> State:
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next."""
+    """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next.
+
+    Raises GroupFailed where they took no time.
+    """
     ends = [max(step) for step in zip(*([r["start"] + end for end in r["step_ends"]] for r in ranks), strict=True)]
-    return [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
+    seconds = [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
+    if statistics.median(seconds) <= 0:
+        raise GroupFailed("crashed", "its steps took no time by time.perf_counter: let it leave Python's clock alone")
+    return seconds
 
 
 def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
