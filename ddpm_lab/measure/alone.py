@@ -13,7 +13,7 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.sets import Member, Seat, Work, memory_held
+from ddpm_lab.measure.sets import Member, Seat, Work, seen_of_machine
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -63,14 +63,7 @@ def take_budget(seat: Seat) -> dict[str, Any]:
     how = {"settle": max(plan.settle_steps, seat.prefetch_batches), "steps": steps, "rounds": rounds}
     with seat.watched() as watch:
         ranks = seat.alive.ask("budget", seat.silence_limit, "taking the time budget", **how)
-    return {
-        "steps": steps * rounds,
-        "rounds": rounds,
-        "others_cores": None if watch.others_cores is None else round(watch.others_cores, 3),
-        "stolen_seconds": watch.stolen_seconds,
-        "state": watch.state | memory_held(ranks),
-        "ranks": ranks,
-    }
+    return {"steps": steps * rounds, "rounds": rounds, **seen_of_machine(watch, ranks), "ranks": ranks}
 
 
 def train_once(seat: Seat, *, fid: Fid | None = None) -> dict[str, Any]:

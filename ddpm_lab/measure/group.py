@@ -6,7 +6,6 @@ it can name the rank that hangs, where it ran and what it was doing.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,10 +18,10 @@ import psutil
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.cluster import Place, RemoteRank, current
-from ddpm_lab.measure.code_version import PACKAGE, Loaded, is_library
+from ddpm_lab.measure.code_version import Loaded
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
-from ddpm_lab.measure.process import Life, LocalRank, RankJob, private_folder, server_died
+from ddpm_lab.measure.process import Life, LocalRank, RankJob, own_places, private_folder, server_died
 
 SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
 AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself, as with a whole suspended job
@@ -253,7 +252,9 @@ class Group(AbstractContextManager["Group"]):
         """Name the ranks for which the others wait; of some that stopped at one mark nobody can say who for whom."""
         least = min(life.marks for life in behind.values())
         stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
-        doing, places = self._doing(min(stacks)), "".join(dict.fromkeys(map(place_in, stacks.values())))
+        doing = self._doing(min(stacks))
+        mains = [own_places(stack.rpartition("Current thread")[2])[:1] for stack in stacks.values()]  # the innermost
+        places = "".join(dict.fromkeys(f" ({place})" for main in mains for place in main))
         how = f"showed no sign of life for {self.limits.told(limit)} while {self._stage}, in {doing}{places}"
         raise GroupFailed("timed out", f"{', '.join(map(self._name, stacks))} {how}", "\n".join(stacks.values()))
 
@@ -278,11 +279,3 @@ class Group(AbstractContextManager["Group"]):
         number, ending = min(endings.items(), key=lambda found: found[1].time)
         named = "" if ending.status == "unsupported" else f"{self._name(number)}: "
         raise GroupFailed(ending.status, named + ending.message, ending.detail if named else "")
-
-
-def place_in(stacks: str) -> str:
-    """Where in the user's code the main thread is, from what faulthandler wrote, such as " (mine.py, line 12)"."""
-    found = re.findall(r'File "(.+)", line (\d+) in', stacks.rpartition("Current thread")[2])
-    files = [(Path(f), n) for f, n in found if Path(f).is_file() and not is_library(f)]
-    own = [f" ({file.name}, line {n})" for file, n in files if not file.is_relative_to(PACKAGE)]
-    return "".join(own[:1])

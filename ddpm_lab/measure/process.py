@@ -213,16 +213,20 @@ def _error(error: BaseException) -> dict[str, Any]:
 def _one_line(error: BaseException) -> str:
     """Type and text, and in brackets the last line of the user's own code that the error passed through."""
     name, text = type(error).__name__, str(error)
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    places = own_places("".join(traceback.format_exception(error)))[-1:]
     if "in DataLoader worker process" in text:  # torch hands on the worker's whole traceback
-        frames += re.findall(r'File "(.+?)", line (\d+)', text)
         text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
     text = " ".join(text.split())
-    own = [(Path(f), n) for f, n in frames if not is_library(f) and not Path(f).is_relative_to(PACKAGE)]
     # A syntax error names the line of a file that was never run.
-    places = [f"{file.name}, line {line}" for file, line in own if file.is_file()][-1:]
     where = [f" ({place})" for place in places if place not in str(error)]
     return "".join([f"{name}: {text}"[:400] if text else name, *where])
+
+
+def own_places(stack: str) -> list[str]:
+    """The lines of the user's own code in a printed stack, in its order, such as "mine.py, line 12"."""
+    found = [(Path(file), line) for file, line in re.findall(r'File "(.+?)", line (\d+)', stack)]
+    own = [(f, n) for f, n in found if f.is_file() and not is_library(f) and not f.is_relative_to(PACKAGE)]
+    return [f"{file.name}, line {line}" for file, line in own]
 
 
 def tells_of_memory(text: str) -> bool:

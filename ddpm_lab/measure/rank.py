@@ -95,7 +95,7 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(self.device)
         if self.job.store:  # in which the ranks of the group find each other, and nobody else finds them
             store = join_store(*self.job.store, seconds=self.job.collective_seconds)
-        elif config.world_size == 1:
+        elif config.world_size == 1:  # also on a full disk
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             store = dist.FileStore(str(self.job.folder / "rendezvous"), config.world_size)  # type: ignore[attr-defined]

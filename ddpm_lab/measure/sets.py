@@ -22,7 +22,7 @@ from ddpm_lab.measure.code_version import CodeVersion, in_lab
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment, machine
-from ddpm_lab.measure.others import State, Watch, folded, side_by_side
+from ddpm_lab.measure.others import Watch, folded, side_by_side
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
@@ -227,7 +227,6 @@ class Seat:
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
             raise GroupFailed("diverged", "the training loss is no longer finite")
         start = min(r["start"] for r in reports)
-        others, stolen = (None, None) if side_by_side() else (watch.others_cores, watch.stolen_seconds)
         self.windows.append(
             Window(
                 turn=turn,
@@ -239,9 +238,7 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=None if others is None else round(others, 3),
-                stolen_seconds=None if stolen is None else round(stolen, 3),
-                state=watch.state | memory_held(reports) | reports[0].get("state", {}),
+                **seen_of_machine(watch, reports),
             )
         )
 
@@ -276,9 +273,15 @@ def log_of(cache: Path, config: RunConfig) -> Path:
     return cache.parent / "scripts" / f"{config.run_id}.log"
 
 
-def memory_held(reports: list[dict[str, Any]]) -> State:
-    """The memory that the ranks reported, each kind of the rank that holds most of it, in bytes."""
-    return {kind: folded(max, [rank["memory"].get(kind) for rank in reports]) for kind in reports[0]["memory"]}
+def seen_of_machine(watch: Watch, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a window's record says of the machine; of memory each kind of the rank that holds most of it, in bytes."""
+    others, stolen = (None, None) if side_by_side() else (watch.others_cores, watch.stolen_seconds)
+    held = {kind: folded(max, [rank["memory"].get(kind) for rank in reports]) for kind in reports[0]["memory"]}
+    return {
+        "others_cores": None if others is None else round(others, 3),
+        "stolen_seconds": None if stolen is None else round(stolen, 3),
+        "state": watch.state | held | reports[0].get("state", {}),
+    }
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:
