@@ -70,8 +70,8 @@ def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
         MemoryError(),
         RuntimeError(f"{'NCCL WARN ' * 50}: CUDA error: out of memory"),
     ):
-        assert process._error(error)["status"] == "oom"
-    assert process._error(RuntimeError("CUDA error: an illegal memory access was encountered"))["status"] == "crashed"
+        assert process._ending_by(error).status == "oom"
+    assert process._ending_by(RuntimeError("CUDA error: an illegal memory access was encountered")).status == "crashed"
 
 
 def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> N
     file.write_text("import json\n\n\ndef broken():\n    json.loads('{')\n")
     with pytest.raises(ValueError, match="Expecting") as failed:
         runpy.run_path(str(file))["broken"]()
-    assert process._one_line(failed.value).endswith("(char 1) (mine.py, line 5)")
+    assert process._ending_by(failed.value).message.endswith("(char 1) (mine.py, line 5)")
     inner = f'Original Traceback:\n  File "{file}", line 5, in broken\n  File "{pytest.__file__}", line 9, in x\n'
     worker = ValueError(f"Caught ValueError in DataLoader worker process 0.\n{inner * 9}ValueError: no image 37.png")
-    assert process._one_line(worker) == "ValueError: no image 37.png (mine.py, line 5)"
+    assert process._ending_by(worker).message == "ValueError: no image 37.png (mine.py, line 5)"
     with pytest.raises(ConfigError) as refused:
         RunConfig(device="tpu")
     error = refused.value.with_traceback(refused.value.__traceback__ and refused.value.__traceback__.tb_next)
-    assert process._one_line(error) == f"ConfigError: {error}", "the lab's own lines are no place to look"
+    assert process._ending_by(error).message == f"ConfigError: {error}", "the lab's own lines are no place to look"
 
 
 CONTEXT = context()

@@ -11,8 +11,12 @@ from importlib import import_module
 
 from ddpm_lab.measure.code_version import PACKAGE, loaded
 from ddpm_lab.measure.guard import PR_SET_PDEATHSIG, adopt, end_below, prctl
-from ddpm_lab.measure.process import MODULES, SAFE_PATH, sweep
+from ddpm_lab.measure.process import SAFE_PATH, sweep
 
+MODULES = (  # which start no thread and touch no device
+    *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
+    *("ddpm_lab.measure.rank", "ddpm_lab.training.train", "ddpm_lab.training.own", "ddpm_lab.training.training"),
+)
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, as it is later on
 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
 for name in MODULES:

@@ -116,16 +116,12 @@ class Heartbeat:
     def mark(self, phase: str) -> None:
         """Note the time and the phase; about a microsecond."""
         self.marks += 1
-        self._write(self.steps, self.marks, phase)
+        # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
+        self._map[:] = BEAT.pack(monotonic(), self.steps, self.marks, phase.encode()[:24])
 
     def touch(self) -> None:
         """The parent's mark: from now on silence counts. A sleeping rank's own last mark is old."""
-        life = self.read()
-        self._write(life.steps, life.marks, life.phase)
-
-    def _write(self, steps: int, marks: int, phase: str) -> None:
-        # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
-        self._map[:] = BEAT.pack(monotonic(), steps, marks, phase.encode()[:24])
+        self._map[:8] = BEAT.pack(monotonic(), 0, 0, b"")[:8]
 
     def read(self) -> Life:
         """What the rank said last; read until two looks agree, since the rank may be writing."""
@@ -169,7 +165,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
     beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
-    error: dict[str, Any] | None = None
+    failed = False
     try:
         from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
 
@@ -178,15 +174,13 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         except (EOFError, OSError):  # perhaps of a loader worker that was killed, which torch tells by a signal
             time.sleep(WORKER_TOLD_SECONDS)
             raise
-    except BaseException as failure:
+    except BaseException as error:
+        failed = True
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here once more
-        error = _error(failure)
         with contextlib.suppress(OSError):
-            commands.send_bytes(json.dumps({"error": error}).encode())
+            commands.send_bytes(json.dumps({"error": _ending_by(error)}).encode())
     _flush()
-    # The interpreter holds nothing that is worth an orderly exit, and a library's exit handler must not keep a group
-    # alive.
-    os._exit(error is not None)
+    os._exit(failed)  # in order nothing is worth it, and a library's exit handler must not keep a group alive
 
 
 def _flush() -> None:
@@ -201,25 +195,29 @@ def _die_with_parent(lifeline: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _error(error: BaseException) -> dict[str, Any]:
-    """What a rank says of its failure: the fields of an ``Ending``."""
-    unsupported = isinstance(error, Unsupported)
-    message = str(error) if unsupported else _one_line(error)
-    memory = tells_of_memory(f"{type(error).__name__}: {error}")  # the message may be cut before it
-    status = "unsupported" if unsupported else "oom" if memory else "crashed"
-    return {"status": status, "message": message, "detail": traceback.format_exc(), "time": time.monotonic()}
+class Ending(NamedTuple):
+    """How a rank ended: the error that it reported, or how its process left; ``time`` is of this host's clock."""
+
+    status: str
+    message: str
+    detail: str
+    time: float
+    reported: bool = True
 
 
-def _one_line(error: BaseException) -> str:
-    """Type and text, and in brackets the last line of the user's own code that the error passed through."""
-    name, text = type(error).__name__, str(error)
-    places = own_places("".join(traceback.format_exception(error)))[-1:]
+def _ending_by(error: BaseException) -> Ending:
+    """What a rank says of its failure: type and text, and in brackets the last line of the user's own code."""
+    name, said, detail = type(error).__name__, str(error), "".join(traceback.format_exception(error))
+    if isinstance(error, Unsupported):
+        return Ending("unsupported", said, detail, time.monotonic())
+    text = said
     if "in DataLoader worker process" in text:  # torch hands on the worker's whole traceback
         text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
     text = " ".join(text.split())
     # A syntax error names the line of a file that was never run.
-    where = [f" ({place})" for place in places if place not in str(error)]
-    return "".join([f"{name}: {text}"[:400] if text else name, *where])
+    where = [f" ({place})" for place in own_places(detail)[-1:] if place not in said]
+    message = "".join([f"{name}: {text}"[:400] if text else name, *where])
+    return Ending("oom" if tells_of_memory(f"{name}: {said}") else "crashed", message, detail, time.monotonic())
 
 
 def own_places(stack: str) -> list[str]:
@@ -296,7 +294,7 @@ def sweep() -> None:
     """Remove private folders whose owner was killed before it could; those of other hosts and users stay."""
     for folder in (f for place in {tempfile.gettempdir(), "/tmp"} for f in Path(place).glob(f"{_prefix()}*")):
         with contextlib.suppress(OSError):
-            if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
                 with (folder / OWNER).open("r+") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
                     shutil.rmtree(folder, ignore_errors=True)
@@ -327,23 +325,7 @@ def end_guarded(process: subprocess.Popen[bytes], seconds: float = END_SECONDS +
     _guards.discard(process)
 
 
-MODULES = (
-    *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
-    *("ddpm_lab.measure.rank", "ddpm_lab.training.train", "ddpm_lab.training.own", "ddpm_lab.training.training"),
-)
-"""What the fork server imports once (``preload.py``). It must start no thread and touch no device."""
-
 LOG_CHARACTERS = 4000
-
-
-class Ending(NamedTuple):
-    """How a rank ended: the error that it reported, or how its process left; ``time`` is of this host's clock."""
-
-    status: str
-    message: str
-    detail: str
-    time: float
-    reported: bool = True
 
 
 _server: Any = forkserver.ForkServer()
@@ -425,8 +407,8 @@ class LocalRank:
         end, self._lifeline = context.Pipe(duplex=False)
         self.ending: Ending | None = None
         self._done = False
-        called = f"ddpm_lab rank {job.rank}"
-        self._process: Any = context.Process(target=rank_main, args=(job, theirs, end), name=called)
+        how: dict[str, Any] = {"args": (job, theirs, end), "name": f"ddpm_lab rank {job.rank}"}
+        self._process: Any = context.Process(target=rank_main, **how)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
@@ -464,17 +446,15 @@ class LocalRank:
         if "report" in said:
             self.report, self._done = said["report"], True
         elif "error" in said:
-            self.ending = Ending(**said["error"])
+            self.ending = Ending(*said["error"])
         elif not alive:
             self._process.join(1)
             code: int | None = self._process.exitcode
             if code or not self._done:  # else it left in order
                 how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code and code < 0
-                    else f"ended with exit code {code}"
+                    "left without a word, as by closing all files," if code is None else f"ended with exit code {code}"
                 )
-                how = "left without a word, as by closing all files," if code is None else how
+                how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else how
                 self.ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
         return "report" in said
 
