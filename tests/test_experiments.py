@@ -19,7 +19,6 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planning import plan_question
@@ -128,13 +127,11 @@ SHOWN = [make.environment().date]
 class Question:
     """A question of the laboratory: measuring it takes a share of the time that it gets, and adds a set a stage."""
 
-    def __init__(
-        self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False, compiles: int = 0
-    ) -> None:
+    def __init__(self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
         self.lacks, self.yields = 0.0, list[bool]()
         self.missing, self.look = (lambda: not complete), self.looks.append
-        self.compiling_seconds, self.least_seconds = (lambda: compiles * COMPILE_SECONDS), (lambda: self.lacks)
+        self.compiling_seconds, self.least_seconds = (lambda: 0.0), (lambda: self.lacks)
         self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
         self.experiment = SimpleNamespace(families=())

@@ -24,13 +24,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     if found:
         del expected["compile"], expected["exchange_enabled"]
     for seen in ranks:
-        told = [(name, label) for name, label in expected.items() if name in seen and seen[name] != label]
-        found += _changed(config, seen)
-        for name, label in told:
-            way = ": leave autocast and number formats to the lab, or give a step in place of a loss"
-            way *= config.is_own and name == "precision"
-            found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}{way}")
-        found += _of_rank(config, seen)
+        found += _changed(config, seen) + _of_rank(config, seen, expected)
     uuids, hosts, shares = (
         [seen[name] for seen in ranks if seen.get(name)] for name in ("device_uuid", "host", "indices_sha256")
     )
@@ -69,9 +63,18 @@ def _expected(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def _of_rank(config: RunConfig, seen: dict[str, Any]) -> list[str]:
-    """What one rank says otherwise than its label, where that is more than another value."""
-    rank, found = f"rank {seen['rank']}", consumption(config, seen)
+def _of_rank(config: RunConfig, seen: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What one rank says otherwise than its label."""
+    rank, way = (
+        f"rank {seen['rank']}",
+        ": leave autocast and number formats to the lab, or give a step in place of a loss",
+    )
+    found = [
+        f"the label says {name} {label}, {rank} ran with {seen[name]}{way * (config.is_own and name == 'precision')}"
+        for name, label in expected.items()
+        if name in seen and seen[name] != label
+    ]
+    found += consumption(config, seen)
     if not str(seen["device"]).startswith(config.device):
         found.append(f"the label says device {config.device}, {rank} ran on {seen['device']}")
     graphs, skips = seen.get("cuda_graphs"), seen.get("cuda_graph_skips")

@@ -38,7 +38,7 @@ from ddpm_lab.output import say
 from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Family, Space, usual_network
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
-from ddpm_lab.questions.planning import Settings, plan_question
+from ddpm_lab.questions.planning import Settings, plan_question, seconds_of
 from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
@@ -192,23 +192,23 @@ def recommendation(
     lab's own; the other settings, and the errors, are those of ``recommend``.
     """
     choice("preset", preset, plan.PRESETS)
-    output, searched = output_folder(output_dir), False
+    output, searches = output_folder(output_dir), preset != "quick" if minutes is None else minutes > 0
     of: dict[str, Any] = {name: settings.get(name) for name in ("network", "device")}
     if ledger is not None or machine is not None:
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
-    if preset != "quick" if minutes is None else minutes > 0:
+    if searches:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
-        base, searched = recommend(minutes=minutes, **settings).experiment.configurations[0], True
+        base = recommend(minutes=minutes, **settings).experiment.configurations[0]
         of = {"network": None if base.is_own else base.network, "device": base.device}
         images = {"data": base.data_sha256}
-    if not searched:
+    else:
         used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
         _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
         images = {} if workload else _images_of(settings, output)
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
     if not shown.records:
         shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
-    writes = searched and (preset != "smoke" or not (output / FILE).exists())
+    writes = searches and (preset != "smoke" or not (output / FILE).exists())
     return dataclasses.replace(answer(shown), settings=write_settings(shown) if writes else None)
 
 
@@ -338,9 +338,9 @@ def recommend(
             f"minutes is {minutes!r}: a search and the sets that measure again what it found take longer; give a "
             f"number of at least {LEAST_MINUTES}, or leave it out for no limit"
         )
-    begun, seconds = time.monotonic(), math.inf if minutes is None else 60 * minutes
+    begun, seconds = time.monotonic(), seconds_of(minutes)
     trained = preset == "full" if seeds is None else bool(seeds)
-    search_ends = begun + seconds * (BESIDE_TRIALS if trained else SEARCH_SHARE)
+    search_ends, ends = begun + seconds * (BESIDE_TRIALS if trained else SEARCH_SHARE), begun + seconds
     settings["preset"] = preset
     planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
     space = planned.experiment.space
@@ -357,11 +357,11 @@ def recommend(
             may_win = _admissible(planned, space)
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
             winner = belief.winner(may_win)
-            left = None if minutes is None else max(1.0, begun + seconds - time.monotonic()) / 60
+            left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
             again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
             _note_space(again, space)
             measured = again.measure()
-            if time.monotonic() > begun + seconds or winner in _admissible(planned, space):
+            if time.monotonic() > ends or winner in _admissible(planned, space):
                 return measured
             # Trials call the winner worse: search without it.
 
