@@ -134,7 +134,6 @@ class Question:
         self.compiling_seconds, self.least_seconds = (lambda: 0.0), (lambda: self.lacks)
         self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
-        self.experiment = SimpleNamespace(families=())
 
     def measure(self, *, seconds: float, stages: Sequence[str], look: bool, yields: bool = False) -> Question:
         assert not look, "all answers are shown at once, at the end"

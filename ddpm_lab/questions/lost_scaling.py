@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,22 +54,22 @@ def lost_scaling(
         return None
     _, most, negative = max(shared)
     one, many = (setup.config(global_batch_size=-negative, world_size=n, **settings) for n in (1, most))
-    alone = ExchangeConfig(enabled=False)
     still: dict[str, Any] = {"loader": "still", "loader_workers": 0}
-    small = replace(one, **still, global_batch_size=many.rank_batch_size)
-    rows = [
-        (setup.ranks_label(most), many),
-        (plan.NO_EXCHANGE, replace(many, exchange=alone)),
-        (plan.ALL_OFF, replace(many, **still, exchange=alone)),
-        (plan.READY_BATCHES, replace(many, **still)),
-        (plan.ONE_RANK, one),
-        (plan.ONE_SMALL, small),
-    ]
+    apart, base = replace(many, exchange=ExchangeConfig(enabled=False)), replace(one, **still)
+    small = replace(base, global_batch_size=many.rank_batch_size)
+    rows = {
+        setup.ranks_label(most): many,
+        plan.NO_EXCHANGE: apart,
+        plan.ALL_OFF: replace(apart, **still),
+        plan.READY_BATCHES: replace(many, **still),
+        plan.ONE_RANK: one,
+        plan.ONE_SMALL: small,
+    }
     if one.device == "cpu":
-        rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(setup.usable_cores))))
+        rows[plan.ONE_SMALL_THREADS] = replace(small, threads=many.rank_threads(setup.usable_cores))
     format_ = f", {one.precision}" * (one.precision != setup.plain_precision)
-    name, base = f"{setup.family_name(-negative, most)}{format_}{plan.LOST}", replace(one, **still)
-    return Family(name=name, baseline=base, baseline_label=plan.ONE_OFF, candidates=tuple(rows), together=True)
+    name, candidates = f"{setup.family_name(-negative, most)}{format_}{plan.LOST}", tuple(rows.items())
+    return Family(name=name, baseline=base, baseline_label=plan.ONE_OFF, candidates=candidates, together=True)
 
 
 # --- the split --------------------------------------------------------------------------------------------------------
@@ -126,10 +127,10 @@ class Split:
 
 def splits(study: Study) -> list[Split]:
     """Return the lost scaling of each family that was measured for it."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    groups = defaultdict[tuple[str, str], list[RunRecord]](list)
     for r in study.records:
         if r.family.endswith(plan.LOST) and r.role in ("baseline", "candidate", "note"):
-            groups.setdefault((r.family, r.baseline_id), []).append(r)
+            groups[r.family, r.baseline_id].append(r)
     return [found for records in groups.values() if (found := _split(records)) is not None]
 
 
@@ -195,10 +196,10 @@ def _terms(trained: RunRecord) -> tuple[Terms, Terms]:
 
 def _sets(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
     """Records with a speed by set and label; sets that are crowded, or without their baseline, have none."""
-    found: dict[str, dict[str, RunRecord]] = {}
+    found = defaultdict[str, dict[str, RunRecord]](dict)
     for r in records:
-        if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows and not r.mechanism_only:
-            found.setdefault(r.set_id, {})[r.label] = r
+        if r.status == "ok" and r.windows and not r.mechanism_only:
+            found[r.set_id][r.label] = r
     whole = [members for members in found.values() if plan.ONE_OFF in members and len(members) > 1]
     return [members for members in whole if not crowded(list(members.values()))]
 
