@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import records as make
-from planted_machines import MACHINES, Planted, profiled, seconds, study, told
+from bottleneck_records import profiled, study, told
 from setups import setup
 
 from ddpm_lab.cli.measure import bottleneck_report, bottleneck_study
@@ -30,7 +30,6 @@ from ddpm_lab.questions.bottleneck import (
     markdown,
 )
 from ddpm_lab.questions.recommendation import Change
-from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import own_data
 
 CONFIG = RunConfig(global_batch_size=8)
@@ -82,23 +81,26 @@ def target(shown: Study, name: str) -> dict[str, str]:
     return next(row for row in question.targets(shown, about(shown)) if row["Target"].startswith(name))
 
 
-def records_of(planted: Planted) -> list[RunRecord]:
-    """The time budget and the sets that measuring a planted machine makes."""
-    config, costs = planted.config, dict(planted.config.options)
-    loading = costs["loader"] if config.loader == "files" else 0.0
-    phases = {"data": loading, "forward": seconds(config) - loading - costs["fixed"], "optimizer": costs["fixed"]}
-    per_image = seconds(config) / config.global_batch_size
-    ratios = {n: (c, per_image / (seconds(c) / c.global_batch_size)) for n, c in planted.changes().items()}
-    budget = profiled(config, {name: 1e3 * value for name, value in phases.items()})
-    return [budget, *told(config, ratios, step_seconds=seconds(config))]
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_what_is_wrong_comes_first_with_what_curing_it_is_worth(name: str) -> None:
-    planted = MACHINES[name]
-    first, *others = question.advice(study(*records_of(planted)))
-    assert (first.title, first.status) == (planted.cure, ranked.FASTER)
-    assert first.low <= planted.gain <= first.high
+@pytest.mark.parametrize(
+    ("config", "phases", "ratios"),
+    [
+        (FILES, {"data": 30.0, "forward": 16.0, "optimizer": 2.0}, {"packed data": 48 / 18, "bf16": 0.97}),
+        (CONFIG, {"forward": 8.0, "optimizer": 22.0}, {"batch 64": (30 / 8) / (86 / 64)}),
+        (CONFIG, {"forward": 16.0, "optimizer": 2.0}, {"bf16": 1.55}),
+        (COMPILED, {"forward": 22.0, "optimizer": 2.0}, {"eager": 24 / 18}),
+    ],
+    ids=["slow loader", "tiny batch", "accidental fp32", "compile that never pays off"],
+)
+def test_what_is_wrong_comes_first_with_what_curing_it_is_worth(
+    config: RunConfig, phases: dict[str, float], ratios: dict[str, float]
+) -> None:
+    offered = {**changes(config, usable_cores=2, most_ranks=2), **batch_sizes(config)}
+    planted = {name: (offered[name], ratio) for name, ratio in ratios.items()}
+    sets = told(config, planted, step_seconds=sum(phases.values()) / 1e3)
+    first, *others = question.advice(study(profiled(config, phases), *sets))
+    cure, gain = next(iter(ratios.items()))
+    assert (first.title, first.status) == (cure, ranked.FASTER)
+    assert first.low <= gain <= first.high
     assert all(a.rank >= first.rank for a in others)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import nbformat
 import pytest
 import records as make
+from bottleneck_records import profiled, told
 from drawn_studies import STUDIES
-from planted_machines import profiled, told
 from scaled_records import paired
 from test_report import PIXEL
 
