@@ -9,7 +9,7 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import BATCH, RECOMMENDATION, SEARCH, START, Plan, Space, Value
+from ddpm_lab.plan import BATCH, LEAST_SETS, RECOMMENDATION, SEARCH, START, Plan, Space, Value
 from ddpm_lab.questions import search
 from ddpm_lab.record import RunRecord
 
@@ -46,27 +46,17 @@ def searched(
     seed: int = 0,
     **values: Any,
 ) -> list[RunRecord]:
-    """A search of ``space`` to its end, its winner measured again in ``sets`` sets, and the record of the space."""
+    """Short sets of all of ``space``, the winner measured again in ``sets`` sets, and the record of the space."""
     cells = space.cells
     common: dict[str, Any] = {"baseline": space.baseline, "baseline_label": START, "set_noise": noise, **values}
-    records: list[RunRecord] = []
-
-    def of(cell: tuple[int, ...]) -> tuple[RunConfig, float]:
-        return cells[cell], speed(space, cell, gains)
-
-    def measure(chosen: list[tuple[int, ...]]) -> search.Ratios:
-        rows = {space.changed(c, space.start): of(c) for c in chosen}
-        new = make.sets(
-            rows, count=1, turns=4, experiment=SEARCH, seed=seed + 100 + len(records), plan=Plan(turns=6), **common
-        )
-        records.extend(new)
-        return search.observations(new, space.baseline.run_id)[0]
-
+    rows = {space.changed(c): (config, speed(space, c, gains)) for c, config in cells.items()}
+    others = {name: row for name, row in rows.items() if name}
+    how: dict[str, Any] = {"count": LEAST_SETS, "turns": 4, "seed": seed + 100, "plan": Plan(turns=6), **common}
+    records = make.sets(others, experiment=SEARCH, **how)
     may = among if among is not None else search.admissible(space, lambda _: "")
-    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda: math.inf, "most_sets": 20}
-    belief = search.race(space, [], may, measure, **settings)
-    steps = search.path(belief, winner or belief.winner(may))[1:]
-    rows = {space.changed(c, space.start): of(c) for c in (*steps[-1:], *steps[:-1])}
+    belief = search.believe(space, search.observations(records, space.baseline.run_id))
+    steps = [space.changed(c) for c in search.path(belief, winner or belief.winner(may))[1:]]
+    rows = {name: rows[name] for name in (*steps[-1:], *steps[:-1])}
     family = "tiny, batch 8, found"
     records += make.sets(rows, count=sets, experiment=RECOMMENDATION, family=family, seed=seed, **common)
     told = next(r for r in records if r.experiment == RECOMMENDATION)
