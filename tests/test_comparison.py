@@ -105,50 +105,31 @@ def test_sides_that_cannot_be_compared_are_refused(mine: Path, tmp_path: Path, m
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path, tmp_path: Path) -> None:
+def test_what_was_edited_is_measured_again_and_nothing_else(mine: Path, tmp_path: Path) -> None:
+    """A file, a module that its loop loads, and a file of settings that it reads, unless it writes that in a set."""
+    helper, settings, log = (tmp_path / name for name in ("helper_of_mine.py", "settings.json", "log.json"))
+    reads = "len(open(HERE + '/settings.json').read() + open(HERE + '/log.json').read())"
+    text = MINE.format(pieces=reads) + f"HERE = {str(tmp_path)!r}\n"
+    text = text.replace("        yield\n", "        yield\n        open(HERE + '/log.json', 'w').write('0123')\n")
+    mine.write_text(text.replace("def loop(pieces):", "def loop(pieces):\n    import helper_of_mine"))
+    for file, held in ((helper, ""), (settings, "0" * 20), (log, "")):
+        file.write_text(held)
     out = tmp_path / "out"
 
     def sets() -> int:
-        found = measure("mine:baseline", "mine:candidate", sets=1, output_dir=out, quiet=True)
-        return found.measured_sets
-
-    assert sets() == 1
-    assert sets() == 0
-    mine.touch()
-    assert sets() == 0
-    helper = mine.with_name("helper_of_mine.py")
-    helper.write_text("")
-    late = "def loop(pieces):\n    import helper_of_mine"  # loaded by a step, and not with the module
-    mine.write_text(MINE.format(pieces=21).replace("def loop(pieces):", late))
-    assert sets() == 1
-    helper.write_text("x = 1\n")
-    assert sets() == 1
-    assert len({r.code_version for r in Ledger(out / "trace_output" / "ledger.jsonl").read()[0]}) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short")
-def test_a_file_of_settings_that_a_loop_reads_is_code_unless_it_writes_it(mine: Path, tmp_path: Path) -> None:
-    """In the loop itself, at the first step; what is written is so in a set, after the look."""
-    mine.write_text(
-        MINE.format(pieces="len(open(HERE + '/settings.json').read() + open(HERE + '/log.json').read())").replace(
-            "        yield\n", "        yield\n        open(HERE + '/log.json', 'w').write('0123')\n"
-        )
-        + f"HERE = {str(tmp_path)!r}\n"
-    )
-    settings, log = tmp_path / "settings.json", tmp_path / "log.json"
-    settings.write_text("0" * 20)
-    log.write_text("")
-
-    def sets() -> int:
-        where: dict[str, Any] = {"output_dir": tmp_path / "out", "quiet": True}
-        return measure("mine:baseline", "mine:candidate", sets=1, **where).measured_sets
+        return measure("mine:baseline", "mine:candidate", sets=1, output_dir=out, quiet=True).measured_sets
 
     assert sets() == 1, "not refused as edited meanwhile"
     assert sets() == 1, "of what it has left there"
+    mine.touch()
     assert sets() == 0
+    helper.write_text("x = 1\n")
+    assert sets() == 1
     settings.write_text("1" * 20)
     assert sets() == 1
+    mine.write_text(mine.read_text() + "\nANOTHER = 1\n")
+    assert sets() == 1
+    assert len({r.code_version for r in Ledger(out / "trace_output" / "ledger.jsonl").read()[0]}) == 5
 
 
 @pytest.mark.slow
