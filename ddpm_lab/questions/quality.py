@@ -300,8 +300,11 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
     if not shown:
         return usual.figure()
     speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
+    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
+    margins, label = None if margin is None else (-margin, margin), "held-out loss, less the baseline's"
+    losses = Panel(rows=[*map(_loss, shown)], heading="Quality", reference=0, band=margins, label=label)
     return forest(
-        [speed, loss_panel(shown, "Quality")],
+        [speed, losses],
         title=usual.finding.headline,
         context=phrases.context(study),
         note=f"{_method(family)} Speed: blue faster, orange slower, grey neither; band: the baseline "
@@ -388,13 +391,6 @@ def fid_method(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def loss_panel(shown: Sequence[Comparison], heading: str) -> Panel:
-    """Rows of differences of the final loss, with the margin as a band around 0."""
-    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
-    margins, label = None if margin is None else (-margin, margin), "held-out loss, less the baseline's"
-    return Panel(rows=[*map(_loss, shown)], heading=heading, reference=0, band=margins, label=label)
 
 
 def _loss(c: Comparison) -> Row:
