@@ -83,17 +83,28 @@ def test_differences_are_listed_and_other_work_is_told() -> None:
 
 @pytest.mark.slow
 def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of the repository, and under a name that does not say what it is."""
+    """In a folder of the repository, and under a name that does not say what it is.
+
+    Settings of a revision are part of its code, but not those that both sides read from the same place.
+    """
     monkeypatch.chdir(folder / "sub")
+    reads = f"import json\nown, both = (json.load(open(name)) for name in ('pause.json', '{folder}/both.json'))"
+    settings = {"sub/pause.json": "0.02", "both.json": "1"}
+    commit(folder, {"sub/train": reads + TRAIN.replace("0.02", "own"), **settings})
+    write(folder, {"both.json": "2"})
     words = ("compare", f"{sys.executable} train", "--against", "main", "--output-dir", folder / "out", "--sets", 1)
     assert "identical code" in call(*words)[1]
-    write(folder, {"sub/train": TRAIN.replace("0.02", "0.04")})
+    write(folder, {"sub/pause.json": "0.04"})
     code, out, _ = call(*words, "--json")
     found = json.loads(out)
     assert code == 0  # one set says nothing surely
     assert 0.4 < found["ratio"] < 0.75  # the pauses alone: 0.5
     assert [side["status"] for side in found["sides"]] == ["ok"] * 3
-    assert (folder / "out" / "trace_output" / "scripts").is_dir()
+    traces = folder / "out" / "trace_output"
+    assert (traces / "scripts").is_dir()
+    before = (traces / "ledger.jsonl").read_text()
+    assert call(*words)[0] == 0
+    assert (traces / "ledger.jsonl").read_text() == before, "though the revision lies in another folder each time"
     write(tmp_path, {"elsewhere.py": TRAIN})
     write(folder, {"sub/named.yaml": ""})
     run = f"SETTINGS=named.yaml {sys.executable} {tmp_path}/elsewhere.py"  # of the repository, but nothing it loads
@@ -149,3 +160,17 @@ def test_an_edited_script_or_file_of_settings_is_other_code(
     assert key() == narrow
     monkeypatch.setenv("WIDTH", "22")
     assert key() != narrow, "another network by a variable of the environment"
+
+
+@pytest.mark.slow
+def test_what_a_script_writes_in_a_set_is_no_edit_of_it(call: Call, folder: Path, short: None) -> None:  # noqa: ARG001
+    log = "    if made > 10: open('log.json', 'w').write(str(made))\n"  # no step of the look
+    write(folder, {"train.py": TRAIN.replace("while True", "for made in range(10**9)") + log, "log.json": "{}"})
+    run = f"{sys.executable} train.py --log log.json"
+    words = ("compare", run, f"{run} --other", "--output-dir", folder / "out", "--sets", 1)
+    ledger = folder / "out" / "trace_output" / "ledger.jsonl"
+    assert call(*words)[0] == 0
+    assert (folder / "log.json").read_text() != "{}"
+    before = ledger.read_text()
+    assert call(*words)[0] == 0
+    assert ledger.read_text() == before, "its sets are used again"
