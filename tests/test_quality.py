@@ -115,10 +115,11 @@ B8, B16 = RunConfig(global_batch_size=8), RunConfig(global_batch_size=16)
 
 def test_training_losses_are_means_over_equal_images() -> None:
     records = make.trials({"batch 16": (B16, 0.1)}, baseline=B8, seeds=2, images=800, seed_noise=0.0, pair_noise=0.0)
-    found = learned.training(records, 800, 10)
-    assert found.shape == (4, 10)
+    images, found = learned.training(records, records[0])
+    assert found.shape == (4, 50)
+    assert images == pytest.approx(np.arange(8, 800, 16))
     told = np.array((records[0].quality or {})["losses"])
-    assert found[0] == pytest.approx(told.reshape(10, 10).mean(1)), "ten steps of eight images to a point"
+    assert found[0] == pytest.approx(told.reshape(50, 2).mean(1)), "two steps of eight images to a point"
     assert np.all(found[1] - found[0] == pytest.approx(0.1, abs=0.005)), "batches of both sizes lie at the same images"
 
 

@@ -329,18 +329,6 @@ def trials_of(rows: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
     return [found[seed] for seed in sorted(found)]
 
 
-def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
-    """Training loss of each trial (trials, points): the mean over as many equal shares of its first ``images``."""
-    found = []
-    for record in records:
-        batch, losses = record.config.global_batch_size, np.array((record.quality or {})["losses"], float)
-        share = ((np.arange(len(losses)) + 0.5) * batch * points / images).astype(int)
-        inside = share < points
-        counts = np.bincount(share[inside], minlength=points)
-        found.append(np.bincount(share[inside], losses[inside], minlength=points) / counts)
-    return np.array(found)
-
-
 def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, and held-out loss."""
     images, shown = extent_of(family)[1], []
@@ -412,7 +400,7 @@ def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> Figure | 
     plots, how = [], dict[str, Any](from_zero=False, x_label="images trained on", y_label="loss")
     for rows in families:
         several = f"{rows[0].family}: " if len(families) > 1 else ""
-        for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
+        for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", training)):
             plots.append(Plot(lines=_overlaid(rows, series), heading=several + heading, **how))
     if not plots:
         return None
@@ -452,8 +440,15 @@ def _held_out(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Arr
     return images, np.array([np.interp(images, *verdicts.curve(r)) for r in records])
 
 
-def _smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
-    batches = [r.config.global_batch_size for r in (base, *records)]
-    images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
-    points = min(_POINTS, images // max(batches))
-    return (np.arange(points) + 0.5) * images / points, training(records, images, points)
+def training(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    """Middles (n,) of n equal shares of the images that all trained on, and mean losses in each (trials, n)."""
+    every = [(r.config.global_batch_size, np.array((r.quality or {})["losses"], float)) for r in (base, *records)]
+    images = min(batch * len(losses) for batch, losses in every)
+    points = min(_POINTS, images // max(batch for batch, _ in every))
+    found = []
+    for batch, losses in every[1:]:
+        share = ((np.arange(len(losses)) + 0.5) * batch * points / images).astype(int)
+        inside = share < points
+        counts = np.bincount(share[inside], minlength=points)
+        found.append(np.bincount(share[inside], losses[inside], minlength=points) / counts)
+    return (np.arange(points) + 0.5) * images / points, np.array(found)
