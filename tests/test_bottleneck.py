@@ -25,7 +25,9 @@ from ddpm_lab.questions.bottleneck import (
     MISSED,
     NO_TARGET,
     UNKNOWN,
+    batch_sizes,
     bottleneck,
+    changes,
     fitting,
     markdown,
 )

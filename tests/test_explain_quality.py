@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, OWN, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, OWN, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import (
     IDENTICAL,
