@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +44,7 @@ DEAD_KERNEL = 138
 """Exit status of papermill."""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
+Say = Callable[[str], None]
 NOTEBOOK_SECONDS = 5.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 
@@ -60,7 +60,7 @@ def report(
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] = say,
+    progress: Say = say,
     command: str = "ddpm-lab report",
 ) -> Report:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
@@ -92,8 +92,8 @@ def report(
     if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
         preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
-    run = Report(output / "reports", given, values, command, progress, None if budget is None else budget * 60)
-    run.all()
+    run = Report(output / "reports", given, values, command, progress)
+    run.all(None if budget is None else budget * 60)
     index = run.index()
     for name, lines in pages.answers([*run.pages.values()]):
         progress(f"{name}: {'; '.join(lines)}")
@@ -124,31 +124,24 @@ def _values(
     return {file: {name: fixed[name] for name in names if name in fixed} for file, names in known.items()}
 
 
-@dataclass(slots=True)
 class Report:
     """A page for each numbered notebook, and an index over them.
 
-    ``values`` are the parameters of the notebooks that run, ``stopped`` is the signal that stopped it, or 0.
+    ``values`` are the parameters of the notebooks that run, ``stopped`` is the signal that stopped it, or 0. The index
+    begins with every numbered notebook beside those that run, and with what an earlier report left.
     """
 
-    folder: Path
-    given: Mapping[str, Any]
-    values: dict[Path, dict[str, Any]]
-    command: str
-    progress: Callable[[str], None]
-    seconds: float | None
-    pages: dict[str, Page] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
-    stopped: int = 0
-
-    def __post_init__(self) -> None:
-        """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
-        check_room(self.folder / "notebooks", self.folder.parent / "image_output")
-        beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
+    def __init__(
+        self, folder: Path, given: Mapping[str, Any], values: dict[Path, dict[str, Any]], command: str, progress: Say
+    ) -> None:
+        self.folder, self.given, self.values, self.command, self.progress = folder, given, values, command, progress
+        self.started, self.stopped, self.pages = time.monotonic(), 0, dict[str, Page]()
+        check_room(folder / "notebooks", folder.parent / "image_output")
+        beside = {file for chosen in values for file in chosen.parent.glob(NUMBERED)} | set(values)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(load(file)))
-            executed = self.folder / "notebooks" / file.name
-            if executed.exists() and (self.folder / f"{file.stem}.html").exists():
+            executed = folder / "notebooks" / file.name
+            if executed.exists() and (folder / f"{file.stem}.html").exists():
                 with suppress(ConfigError):  # of a report that was killed
                     page = pages.read(load(executed), file.stem, earlier=True, here=hardware.machine().name)
             self.pages[file.stem] = page
@@ -165,10 +158,11 @@ class Report:
     def say(self, name: str, line: str) -> None:
         self.progress(f"[{self.elapsed()}] {name}: {line}")
 
-    def all(self) -> None:
-        """Measure, and make the pages of all notebooks one after the other, until a signal stops it."""
+    def all(self, seconds: float | None) -> None:
+        """Measure for so long, and make the pages of all notebooks one after the other, until a signal stops it."""
         try:
-            self.measure()
+            if seconds is not None:
+                self.measure(seconds)
             self.index()
             with Stop() as stop:
                 stop.gentle = True
@@ -180,13 +174,11 @@ class Report:
         except KeyboardInterrupt as interrupt:
             self.stopped = interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
 
-    def measure(self) -> None:
+    def measure(self, seconds: float) -> None:
         """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing.
 
         The search is one of its own, and gets an equal share of the time.
         """
-        if self.seconds is None:
-            return
         known, full = every_question(), self.given["preset"] == "full"
         names = {
             name: file
@@ -201,7 +193,7 @@ class Report:
             for name, file in names.items()
             if not self.values[file].keys() & {"ledger", "machine"}
         }
-        seconds = self.seconds - self.elapsed().total_seconds() - NOTEBOOK_SECONDS * len(self.values)
+        seconds -= self.elapsed().total_seconds() + NOTEBOOK_SECONDS * len(self.values)
         for file in names.values():  # all but the search measure nothing by themselves
             self.values[file]["minutes"] = 0.0
         if asked.pop(RECOMMENDATION, None) is not None:
@@ -301,9 +293,7 @@ def load(path: Path) -> Any:
     return found
 
 
-def execute(
-    notebook: Path, target: Path, parameters: Mapping[str, Any], *, say: Callable[[str], None], stop: Stop
-) -> str:
+def execute(notebook: Path, target: Path, parameters: Mapping[str, Any], *, say: Say, stop: Stop) -> str:
     """Execute ``notebook`` with papermill and write it with its outputs to ``target``, also when a cell fails.
 
     A first signal interrupts it; a second one, or ``GRACE_SECONDS``, ends it. ``say`` gets each progress line.
@@ -335,7 +325,7 @@ def execute(
         return _error(process.returncode, target, log.read_text(errors="replace"))
 
 
-def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[str], None], stop: Stop) -> None:
+def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Say, stop: Stop) -> None:
     """Pass on progress lines until the process ends, or does not end in time after a signal."""
     interrupted, stage, running = 0.0, "", True
     while running and not (interrupted and time.monotonic() - interrupted > GRACE_SECONDS):
