@@ -36,6 +36,7 @@ GOLDEN: dict[str, Callable[[], Study]] = {
     "claims": lambda: claimed.study([*claimed.sets(), *claimed.wrong()]),
     "exchange": lambda: make.study(exchanged(1.25)),
     "multi_gpu": STUDIES["strong and weak, two CPU ranks"],
+    "nothing": STUDIES["nothing"],
     "peers": lambda: peer_records.WHOLE,
     "profile": lambda: make.study([make.time_budget()], "profile"),
     "quality": STUDIES["quality"],
@@ -153,6 +154,46 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         shown = make.study(make.sets({}, data_name="1 of my images" if found is large else "synthetic images"))
         assert findings.way_out_of(shown, found) == command
     assert " --resolution 3% (about " in findings.way_out_of(amp(), row(1.0, set_noise=0.03))
+
+
+def test_a_command_names_the_cpu_of_a_machine_with_gpus_and_the_folder_whose_records_it_goes_on_with() -> None:
+    here = make.study(make.on(make.GPUS, make.sets({"bf16": (BF16, 1.6)}, count=2)))
+    there = replace(here, output_dir=Path("my results"))
+    for study, words in ((here, ""), (replace(there, published=True), ""), (there, "--output-dir 'my results' ")):
+        assert answer(study).finding.way_out == f"ddpm-lab run amp --device cpu {words}--batch-size 32"
+        assert f"--batch-size 32 --device cpu {words}--precision" in findings.command_of_step(study, RunConfig())
+    assert "--device" not in findings.command_of_step(here, RunConfig(device="cuda")), "that is the usual one there"
+
+
+def test_a_command_names_images_where_they_were_ones_own(tmp_path: Path) -> None:
+    mine = make.sets({"2 workers": (RunConfig(data_sha256="ab"), 1.0)}, baseline=RunConfig(data_sha256="ab", seed=1))
+    both = [*make.sets({"bf16": (BF16, 1.6)}, count=2), *(replace(r, data_name="1 of my images") for r in mine)]
+    gone, here = (replace(mine[0].config, data=str(tmp_path / name)) for name in ("deleted", "my images"))
+    Path(here.data).mkdir()
+    found = [findings.where_of(make.study(both), config) for config in (BF16, mine[0].config, gone, here)]
+    assert found == [[], ["--data", "DATA"], ["--data", "DATA"], ["--data", f"'{here.data}'"]]
+
+
+def test_of_several_networks_a_headline_names_its_own() -> None:
+    seed = RunConfig(network="seed")
+    other = make.sets({"bf16": (replace(seed, precision="bf16"), 1.8)}, baseline=seed, family="seed, batch 32, 1 rank")
+    both = make.study([*make.sets({"bf16": (BF16, 0.58)}), *other])
+    assert answer(both).finding.headline.endswith("slower than fp32 (tiny, batch 32, 1 rank)")
+    assert answer(amp()).finding.headline.endswith("than fp32")
+    changes = [replace(r, experiment="bottleneck", primary=False) for r in both.records]
+    headline = answer(make.study(changes)).finding.headline
+    assert headline == "bf16 is 80 % faster than fp32 (seed, batch 32, 1 rank)", "and not 0.58 of the other"
+
+
+def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so() -> None:
+    """Whichever was measured first."""
+    gpu, two = RunConfig(device="cuda"), {"bf16": (BF16, 0.8)}
+    cpu = make.on(make.GPUS, make.sets(two))
+    both = [*cpu, *make.on(make.GPUS, make.sets({"bf16": (replace(BF16, device="cuda"), 1.5)}, baseline=gpu, seed=1))]
+    for records, ratio, end in ((cpu, 0.8, " on the CPU"), (both, 1.5, " (tiny, batch 32, 1 rank (device cuda))")):
+        found = answer(make.study(records)).finding
+        assert found.ratio == pytest.approx(ratio, rel=0.02)
+        assert found.headline.endswith(f"than fp32{end}")
 
 
 @pytest.mark.parametrize(

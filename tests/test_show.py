@@ -45,9 +45,10 @@ def shown(function: Any, of: Study) -> list[Any]:
 
 
 @pytest.mark.usefixtures("shell")
-def test_the_figure_is_shown_with_its_text_alternative_and_written(amp: Study) -> None:
-    (output,) = shown(show.figure, amp)
-    image = base64.b64decode(output.data["image/png"])
+def test_figures_are_shown_with_their_text_alternatives_and_written(amp: Study) -> None:
+    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
+    first, *further = [o for f in (show.figure, show.more) for o in shown(f, judged) if "image/png" in o.data]
+    image = base64.b64decode(first.data["image/png"])
     assert image == (amp.output_dir / "image_output" / "03_amp.png").read_bytes()
     width, height = struct.unpack(">II", image[16:24])
     assert min(width, height) > 300
@@ -64,6 +65,10 @@ def test_the_table_holds_every_cell_with_numbers_to_the_right(amp: Study) -> Non
     assert [" ".join(t.split()) for t in texts] == [" ".join(t.split()) for t in expected]
     sides = dict(zip(rows[0], (side for side, _ in cells), strict=False))
     assert (sides["Speed"], sides["Configuration"]) == ("right", "left"), "although one begins with a digit"
+    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
+    assert ["Margin" in answer(study).table()[0] for study in (judged, amp)] == [True, False], (
+        "a column without a value"
+    )
 
 
 @pytest.mark.usefixtures("shell")
