@@ -41,11 +41,7 @@ WIDTH, DPI, SMALL = 9.0, 150, 9.0
 NAME, LONGEST = 33, 1_000
 """Characters in a line of a row's name, and in all of a text."""
 _FIXED: Any = {
-    "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans"],  # comes with Matplotlib, so every machine has it
-    "font.size": 10,
     "figure.dpi": DPI,
-    "savefig.dpi": DPI,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -165,12 +161,10 @@ def row_panels(
         ax.grid(visible=False, axis="y")
         ax.spines["left"].set_visible(False)
         ax.set_ylim(size, 0)
-        ax.set_xlabel(panel.label)
+        ax.set_xlabel(fill(label, 66) if label and ax is axes[-1] else panel.label)
         ax.set_yticks(centres(panel.rows), [_name(r) for r in panel.rows])
         for y, row in zip(centres(panel.rows), panel.rows, strict=True):
             _words(ax, y, row)
-    if label:
-        axes[-1].set_xlabel(fill(label, 66))
     return figure, axes, middle
 
 
@@ -187,8 +181,8 @@ def _name(row: Row) -> str:
 
 def centres(rows: Sequence[Row]) -> list[float]:
     """Where the middle of each row lies, in inches from the top."""
-    heights = [_height(r) for r in rows]
-    return [sum(heights[:i]) + h / 2 for i, h in enumerate(heights)]
+    heights = np.array([_height(r) for r in rows])
+    return [float(y) for y in heights.cumsum() - heights / 2]
 
 
 def _words(ax: Axes, y: float, row: Row) -> None:
@@ -362,8 +356,7 @@ def bars(
                 ax.plot([row.value] * 2, (y + _HEIGHT / 2, below - _HEIGHT / 2), color=SOFT, lw=1)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=INK, lw=1.2, ls="--")
-        for these, of in zip([[ax] for ax in axes], [[p] for p in panels], strict=True) if beside else [(axes, panels)]:
-            _bar_limits(these, of, 3 if beside else 6)
+            _bar_limits(ax, [panel] if beside else panels, 3 if beside else 6)
         if names:
             legend(body, names)
         return settle(figure)
@@ -389,19 +382,18 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _bar_limits(axes: Sequence[Axes], panels: Sequence[Panel], ticks: int) -> None:
-    """All panels on the scale of their longest bars; intervals reach at most half a scale beyond them."""
+def _bar_limits(ax: Axes, panels: Sequence[Panel], ticks: int) -> None:
+    """An axis on the scale of the longest bars of ``panels``; intervals reach at most half a scale beyond them."""
     rows = [r for p in panels for r in p.rows]
     ends = [v for r in rows for v in (r.start, r.value, r.start + sum(r.parts.values())) if not math.isnan(v)]
     ends += [p.reference for p in panels if p.reference is not None]
     low, high = min(ends), max(ends)
-    reach = 0.5 * (high - low)
+    first, last = 1.5 * low - 0.5 * high, 1.5 * high - 0.5 * low
     for v in (v for r in rows for v in (r.low, r.high) if not math.isnan(v)):
-        low, high = min(low, max(v, min(ends) - reach)), max(high, min(v, max(ends) + reach))
+        low, high = min(low, max(v, first)), max(high, min(v, last))
     margin = 0.02 * (high - low) or 1.0
-    for ax in axes:
-        ax.set_xlim(low - margin * (low != 0), high + margin)
-        plain(ax.xaxis, ticks)
+    ax.set_xlim(low - margin * (low != 0), high + margin)
+    plain(ax.xaxis, ticks)
 
 
 # --- lines: values against x, with intervals or shades, in panels with one legend -------------------------------------
@@ -451,19 +443,16 @@ class Plot:
 def lines(plots: Sequence[Plot], *, title: str, context: str, note: str = "") -> Figure:
     """Draw panels of lines; a name has one colour and marker in all panels, and one entry in the legend."""
     with style():
-        heights = [p.height for p in plots]
-        known = dict.fromkeys(fill(s.name, 26) for p in plots for s in p.lines)
-        legend = 0.2 + 0.19 * sum(name.count("\n") + 1 for name in known)
+        heights, every = [p.height for p in plots], [line for p in plots for line in p.lines]
+        legend = 0.2 + 0.19 * sum(name.count("\n") + 1 for name in {fill(line.name, 26) for line in every})
         figure, body = sheet(title, context, max(legend, sum(heights) + 0.75 * len(plots)), note)
         axes = body.subplots(len(plots), 1, squeeze=False, height_ratios=heights)[:, 0]
-        places = {
-            name: i for i, name in enumerate(dict.fromkeys(s.name for p in plots for s in p.lines if not s.colour))
-        }
+        places = list(dict.fromkeys(line.name for line in every if not line.colour))
         shown: dict[str, Line2D] = {}
         for ax, plot in zip(axes, plots, strict=True):
             ax.set_title(fill(plot.heading, 80))
             for line in plot.lines:
-                shown.setdefault(line.name, _draw(ax, line, places.get(line.name, 0)))
+                shown.setdefault(line.name, _draw(ax, line, places.index(line.name) if line.name in places else 0))
             _axes(ax, plot)
         named = {fill(name, 26): mark for name, mark in shown.items() if name}
         if len(named) > 1:
