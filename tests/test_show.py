@@ -13,7 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from jupyter_client.manager import start_new_kernel
-from records import sets, study
+from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import show
@@ -52,7 +52,18 @@ def test_figures_are_shown_with_their_text_alternatives_and_written(amp: Study) 
     assert image == (amp.output_dir / "image_output" / "03_amp.png").read_bytes()
     width, height = struct.unpack(">II", image[16:24])
     assert min(width, height) > 300
-    assert "bf16" in output.metadata["image/png"]["alt"]
+    assert "bf16" in first.metadata["image/png"]["alt"]
+    assert all(o.metadata["image/png"]["alt"] for o in further)
+    assert len(list((amp.output_dir / "image_output").glob("03_amp_*.png"))) == len(further) > 0
+
+
+@pytest.mark.usefixtures("shell")
+def test_traces_are_named_where_they_are(tmp_path: Path) -> None:
+    found = replace(study([time_budget()], "profile"), output_dir=tmp_path)
+    (tmp_path / "trace_output").mkdir()
+    for there in (False, True):
+        assert shown(show.more, found)[-1].data["text/plain"].endswith(": trace_output/trace.json.gz") == there
+        (tmp_path / "trace_output" / "trace.json.gz").touch()
 
 
 @pytest.mark.usefixtures("shell")
