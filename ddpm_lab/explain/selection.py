@@ -78,8 +78,8 @@ def study(
     one measured last. Raises LedgerError where ``machine`` names none or several, or is needed because the records come
     from several.
     """
-    told = chosen(records, experiment, machine=machine, cohort=cohort)
-    others, trials = ([r for r in told if (r.role == TRIAL) is tried and r.role != LOOK] for tried in (False, True))
+    told = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    trials, others = [r for r in told if r.role == TRIAL], [r for r in told if r.role not in (TRIAL, LOOK)]
     data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in others if r.experiment == experiment or not beside]
@@ -103,26 +103,20 @@ def rank_zero(record: RunRecord) -> dict[str, Any]:
 
 
 def chosen(
-    told: Iterable[RunRecord], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None
+    told: Sequence[RunRecord], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None
 ) -> list[RunRecord]:
     """Select the records that ``study`` shows. Trials and looks come last."""
-    found = list(told)
-    if found:
-        key = machine_key(found, machine)
-        found = [r for r in found if r.machine.key == key]
-    trials, looks = ([r for r in found if r.role == role] for role in (TRIAL, LOOK))
-    found = [r for r in found if r.role not in (TRIAL, LOOK)]
-    if experiment == RECOMMENDATION:
-        shown = [r for group in _by_experiment(found) for r in _one_cohort(group)]
-    else:
-        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
-    if experiment in BESIDE_OTHERS:
-        others = _by_experiment([r for r in found if r.experiment != experiment])
-        shown = shown + [r for group in others for r in _one_cohort(group)]
+    key, cohort = machine_key(told, machine) if told else "", None if experiment == RECOMMENDATION else cohort
+    mine = [r for r in told if r.machine.key == key]
+    trials, looks = ([r for r in mine if r.role == role] for role in (TRIAL, LOOK))
+    groups = _by_experiment([r for r in mine if r.role not in (TRIAL, LOOK)])
+    shown = [r for g in groups if experiment in (g[0].experiment, RECOMMENDATION) for r in _one_cohort(g, cohort)]
+    beside = [g for g in groups if g[0].experiment != experiment and experiment in BESIDE_OTHERS]
+    shown += [r for group in beside for r in _one_cohort(group)]
     for images in sorted({r.cohort[2] for r in trials}):
         for group in _by_experiment([r for r in trials if r.cohort[2] == images]):
             latest = max(group, key=lambda r: moment(r.date)).cohort[:3]  # a trial has no turns, and no plan of a set
-            shown = shown + [r for r in group if r.cohort[:3] == latest]
+            shown += [r for r in group if r.cohort[:3] == latest]
     return shown + looks
 
 
@@ -165,8 +159,6 @@ def machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
 
 def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> list[RunRecord]:
     """Records of ``cohort``, or of the one measured last; a smoke run hides no other of the same code and images."""
-    if not records:
-        return []
     if cohort is None:
         # A note, or what a search is about to try, does not say which measurements are the latest.
         measured = [r for r in records if r.role not in ("note", "space")] or records

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
+from importlib.util import find_spec
 from typing import Any
 
 from ddpm_lab.output import printable, say
@@ -22,7 +23,7 @@ NAMING = ("Configuration", "Family", "Operator", "Settings", "Work", "Note")
 
 def without_constant(rows: Table, constant: Mapping[str, Collection[str]]) -> Table:
     """Leave out each column of which all cells are among those given for it."""
-    dropped = {name for name, cells in constant.items() if all(row.get(name) in cells for row in rows)}
+    dropped = [name for name, cells in constant.items() if all(row.get(name) in cells for row in rows)]
     return [{name: cell for name, cell in row.items() if name not in dropped} for row in rows]
 
 
@@ -47,18 +48,14 @@ def plain(rows: Table) -> str:
 
 def show(rows: Table) -> None:
     """Print the table: on a terminal folded to its width, elsewhere as plain text."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ModuleNotFoundError:
-        rich = False
-    else:
-        rich = sys.stdout.isatty() and bool(rows)
-    if not rich:
+    if not (sys.stdout.isatty() and rows and find_spec("rich")):
         say(*plain(rows).split("\n"))
         return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     right, drawn = _of_numbers(rows), RichTable(box=box.SIMPLE_HEAD)
     for name in rows[0]:
         drawn.add_column(Text(printable(name)), justify="right" if name in right else "left", overflow="fold")
