@@ -42,17 +42,22 @@ class Item(NamedTuple):
 
 
 def check(options: argparse.Namespace) -> int:
+    output = output_folder(options.output_dir)
     if options.instrument:
-        return _instrument(options)
-    items = checkup(output_folder(options.output_dir))
-    runnable = all(item.present for item in items if item.name in NEEDED)
-    marks = ("ok     " if i.present else "MISSING" if i.name in NEEDED else "absent " for i in items)
+        from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415 - check runs where packages are missing
+
+        found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
+        tell(options, found.as_dict(), calibration.lines(found))
+        return 0 if found.passed else 1
+    rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in checkup(output)]
+    runnable = all(row["present"] for row in rows if row["needed"])
     lines = [
-        f"{mark}  {i.name}: {i.detail}" + ("" if i.present else f"; {i.adds}")
-        for mark, i in zip(marks, items, strict=True)
+        f"ok       {row['name']}: {row['detail']}"
+        if row["present"]
+        else f"{'MISSING' if row['needed'] else 'absent '}  {row['name']}: {row['detail']}; {row['adds']}"
+        for row in rows
     ]
     lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
-    rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in items]
     tell(options, {"can_run": runnable, "items": rows}, lines)
     return 0 if runnable else 1
 
@@ -73,6 +78,7 @@ def checkup(output: Path) -> list[Item]:
     none = "none visible" + "; AMD's are not used, the CPU is" * ("+rocm" in hardware.package_version("torch"))
     slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
     uncompiled = missing_to_compile("cuda" if gpus and not trouble else "cpu")
+    compiler = uncompiled or "a compiler and Python's headers"
     place = next(p for p in (output, *output.parents) if os.path.lexists(p))
     free, able = shutil.disk_usage(place).free, place.is_dir() and os.access(place, os.W_OK | os.X_OK)
     room, writable = f"{output}, {free / 1e9:.0f} GB free", able and free > ROOM_BYTES
@@ -82,25 +88,10 @@ def checkup(output: Path) -> list[Item]:
         Item("Python 3.11 to 3.13", python, platform.python_version(), other),
         *(package(module, adds) for module, adds in PACKAGES.items()),
         Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or none, slower),
-        Item(
-            "torch.compile",
-            not uncompiled,
-            uncompiled or "a compiler and Python's headers",
-            "notebook 05, fused kernels",
-        ),
+        Item("torch.compile", not uncompiled, compiler, "notebook 05, fused kernels"),
         Item("output folder", writable, room, "choose one that can be written with --output-dir"),
         Item("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks: two cores, or several GPUs"),
     ]
-
-
-def _instrument(options: argparse.Namespace) -> int:
-    # check runs where packages are missing
-    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
-
-    output = output_folder(options.output_dir)
-    found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
-    tell(options, found.as_dict(), calibration.lines(found))
-    return 0 if found.passed else 1
 
 
 COMMANDS = {
