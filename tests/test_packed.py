@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import ddpm_lab
+from ddpm_lab.checks import LabError
 from ddpm_lab.data.folder import DataError, ImageError, decode
 from ddpm_lab.data.packed import MAX_HELD_OUT, open_packed, prepare, resolve, split
 from ddpm_lab.data.synthetic import generate
@@ -187,9 +188,9 @@ def test_what_cannot_be_prepared_is_named_and_touches_no_files_of_the_users(tmp_
         (source, tmp_path / "file", 8, "choose"),
         (tmp_path / "nowhere", tmp_path / "dest", 8, "nowhere"),
         (source / "1.png", tmp_path / "dest", 8, r"1\.png is neither a folder"),
-        (source, tmp_path / "dest", 0, "image size 0"),
+        (source, tmp_path / "dest", 0, "image_size is 0"),
     ):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(LabError, match=words):
             prepare(where, dest, image_size=size)
     assert sorted(tmp_path.rglob("*")) == before
 

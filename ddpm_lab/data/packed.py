@@ -20,17 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data import archives, synthetic
 from ddpm_lab.data.folder import DECODING_RULE, DataError, ImageFile, Progress, decode_files, fingerprint, list_images
-from ddpm_lab.declared import Opt, parsed, reader
+from ddpm_lab.declared import Opt, options, parsed, reader
 from ddpm_lab.files import expanded, lock, replace
 
 SCHEMA = 1
 MANIFEST, IMAGES, FILES = "manifest.json", "images.npy", "files.json"
 LOCK = ".ddpm-lab.lock"  # also marks a folder as ours to rebuild
 UNPACKED = "images"
-LARGEST_SIDE = 16_384
-"""Pixels, as of the setting."""
 SYNTHETIC = "synthetic"
 HELD_OUT_FRACTION, MAX_HELD_OUT = 0.05, 2_500
 
@@ -229,8 +228,7 @@ class Job(NamedTuple):
 
 
 def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None = None, skip_bad: bool = False) -> Job:
-    if type(image_size) is not int or not 1 <= image_size <= LARGEST_SIDE:
-        raise DataError(f"image size {image_size!r} is not a number of pixels; give 1 to {LARGEST_SIDE:,}")
+    options(RunConfig)["image_size"].checked(image_size, "image_size")
     choice("skip_bad", skip_bad, (True, False))  # papermill hands on "false" as a text
     if str(source) == SYNTHETIC:
         kind, path = "synthetic", Path(SYNTHETIC)
