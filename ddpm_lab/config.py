@@ -18,7 +18,7 @@ from ddpm_lab.declared import Opt, known, validate
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-COMPILE = ("off", "regional", "whole")
+COMPILE, COMPILE_MODES = ("off", "regional", "whole"), ("default", "reduce-overhead", "max-autotune")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
@@ -158,9 +158,7 @@ class RunConfig:
     accumulation: Annotated[int, Opt("micro-batches of a step", least=1)] = 1
     precision: Annotated[str, Opt("number format", choices=PRECISIONS)] = "fp32"
     compile: Annotated[str, Opt("what torch.compile compiles", choices=COMPILE)] = "off"
-    compile_mode: Annotated[
-        str, Opt("mode of torch.compile", choices=("default", "reduce-overhead", "max-autotune"))
-    ] = "default"
+    compile_mode: Annotated[str, Opt("mode of torch.compile", choices=COMPILE_MODES)] = "default"
     channels_last: bool = True
     implementation: Annotated[str, Opt("form of the network's code", choices=("lab", "plain"))] = "lab"
     kernels: Annotated[str, Opt("kernels of the network", choices=("aten", "fused"))] = "aten"

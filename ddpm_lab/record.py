@@ -58,16 +58,6 @@ class OtherSchemaError(LedgerError):
     """A record that another edition of the lab wrote."""
 
 
-def check_schema(values: Any) -> None:
-    """Raise OtherSchemaError for a record that another edition wrote, ValueError for what is none."""
-    schema = values.get("schema") if isinstance(values, Mapping) else None
-    if type(schema) is not int:
-        raise ValueError("it has no schema")
-    if schema != SCHEMA:
-        remedy = "move the file away and measure again" if schema < SCHEMA else "update ddpm_lab"
-        raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
@@ -334,7 +324,12 @@ class RunRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
         """Rebuild a record. Raises OtherSchemaError for another edition's, ValueError for values that do not fit."""
-        check_schema(values)
+        schema = values.get("schema") if isinstance(values, Mapping) else None
+        if type(schema) is not int:
+            raise ValueError("it has no schema")
+        if schema != SCHEMA:
+            remedy = "move the file away and measure again" if schema < SCHEMA else "update ddpm_lab"
+            raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
         values = {k: v for k, v in values.items() if k != "run_id"}
         found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
         for role, part, needed in (("quality", "quality", TRIED), ("look", "look", ("sets", "log_ratios"))):
