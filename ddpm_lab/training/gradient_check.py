@@ -62,11 +62,10 @@ class GradientCheck(Trainer):
         The reference is computed by rank 0 from the weights before the step: in ieee fp32, eagerly, with the lab's
         network and torch's own kernels, for the whole global batch at once, which has to fit into its memory.
 
-        Returns:
-            ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
-            with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (L2 norm of the difference between a
-            rank's gradient and rank 0's over that of rank 0's, at its largest) and ``skipped`` (by the gradient scaler;
-            what is computed from the gradient is then None).
+        Returns ``precision``, ``loss`` and ``hook`` of the configuration, and ``steps``, a list of what ``compared``
+        returns with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (L2 norm of the difference between a
+        rank's gradient and rank 0's over that of rank 0's, at its largest) and ``skipped`` (by the gradient scaler;
+        what is computed from the gradient is then None).
         """
         config = self.config
         alone, exact = replace(self.context, rank=0, world_size=1), None
@@ -134,11 +133,9 @@ class GradientCheck(Trainer):
 def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor]) -> dict[str, Any]:
     """A gradient against its reference, layer by layer in the same order, in double precision.
 
-    Returns:
-        ``gradient_error``, the L2 norm of the difference over that of the reference, of the whole gradient;
-        ``worst_layer`` (``name``, ``error``) of those whose gradient is not negligible; ``nonfinite``, how many values
-        are, also of the reference where the weights are. All but the last are None where there are such values, or no
-        gradient.
+    Returns ``gradient_error``, the L2 norm of the difference over that of the reference, of the whole gradient;
+    ``worst_layer`` (``name``, ``error``) of those whose gradient is not negligible; ``nonfinite``, how many values are,
+    also of the reference where the weights are. All but the last are None where there are such values, or no gradient.
     """
     nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values())) if gradient else 0
     if nonfinite or gradient is None:

@@ -200,14 +200,13 @@ class OwnTraining(Step):
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and what the user's training offers."""
-        offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
         dynamo = sys.modules.get("torch._dynamo.utils")  # without which nothing was compiled
         # With fullgraph no frame is counted.
         compiled = dynamo and (dynamo.counters["frames"]["ok"] or dynamo.counters["stats"]["unique_graphs"])
-        by_itself = self.config.compile == "off" and compiled
-        offers["eager"] = None if by_itself else True
-        seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
-        seen |= {"maker": self.maker, "place": self.place, **super().witness()}
+        offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
+        offers |= {"eager": None if self.config.compile == "off" and compiled else True}
+        offered = [name for name, there in offers.items() if there is not None]
+        seen = {"offers": offered, "maker": self.maker, "place": self.place, **super().witness()}
         if seen.get("channels_last") and not self.config.channels_last:
             del seen["channels_last"]  # as it is written
         # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.

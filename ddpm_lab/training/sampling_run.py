@@ -58,12 +58,9 @@ def sample(
 ) -> list[Path]:
     """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
 
-    ``batch_size`` is that of each rank. On a CPU the network has fused kernels, where it can.
-
-    Raises:
-        ConfigError: this cannot be run here, or the folder holds images of other settings.
-        CheckpointError: the checkpoint cannot be used.
-        RunFailed: a rank failed; the images that were made stay.
+    ``batch_size`` is that of each rank. On a CPU the network has fused kernels, where it can. Raises ConfigError where
+    this cannot be run or the folder holds images of other settings, CheckpointError for a checkpoint that cannot be
+    used, and RunFailed where a rank failed; the images that were made stay.
     """
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)

@@ -46,10 +46,8 @@ STATE = (
 class Tracker:
     """One experiment, whose calls comet_ml queues for a thread of its own; what fails in it never raises.
 
-    Args:
-        kind: comet, or comet-offline for an archive in ``folder``.
-        key: 32 letters or digits; the same key continues the same experiment.
-        say: called with one sentence, at the first failure or else at the end.
+    ``kind`` is comet, or comet-offline for an archive in ``folder``; the same ``key``, 32 letters or digits, continues
+    the same experiment. ``say`` is called with one sentence, at the first failure or else at the end.
     """
 
     def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Progress) -> None:

@@ -93,11 +93,8 @@ def plan_training(
 
     ``flags`` and ``schedule`` are from the command line and go before those of ``file``; a name with a dot lies in a
     table. Defaults are those of ``usual_settings``, ``NETWORK`` and ``BATCH`` for the device. Images are prepared in
-    ``cache``; ``folder``, the run's, may not lie among them.
-
-    Raises:
-        ConfigError: something cannot be run on this machine.
-        DataError: the images cannot be used.
+    ``cache``; ``folder``, the run's, may not lie among them. Raises ConfigError for what cannot be run on this machine,
+    and DataError for images that cannot be used.
     """
     place = "the settings" if file is None else str(file)
     values, planned = _given(flags, schedule, file, place)
@@ -191,10 +188,8 @@ def train(
 
     Ends early, with everything saved, when ``stop`` notes a signal, which it does from the first step on. ``threads``
     are those of each rank; ``tracker`` is comet, comet-offline or None; ``why`` says where the settings come from.
-
-    Raises:
-        ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
-        RunFailed: a loss or weight was not finite, a file could not be written, or a rank failed.
+    Raises ConfigError for a folder that cannot be used, or holds checkpoints of a run that learns something else, and
+    RunFailed where a loss or weight was not finite, a file could not be written, or a rank failed.
     """
     with RunFolder(folder) as run, contextlib.ExitStack() as stack:
         step = 0
