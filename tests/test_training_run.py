@@ -186,6 +186,25 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     assert group.calls == [], "there is nothing left to do"
 
 
+def test_when_samples_show_objects_is_said_once(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks make 40 images/s, and the first chunk of one step says nothing of the speed."""
+    told = list[str]()
+    monkeypatch.setattr(Progress, "stay", lambda _, text: told.append(text))
+    monkeypatch.setattr(training_run, "OBJECTS", {"tiny": 4_843})
+    for size, batch, steps, more in (
+        *((32, 8, 20, ": give --steps 606 or more"), (32, 8, 606, ""), (32, 8, 620, None)),
+        *((8, 8, 20, None), (32, 24, 20, None)),  # of such images and batches it is not known
+    ):
+        ranks()
+        told.clear()
+        config = dataclasses.replace(CONFIG, image_size=size, global_batch_size=batch)
+        run(tmp_path / f"{size}-{batch}", steps, config=config, save_every=600, **NEVER)
+        said = [text for text in told if "showed objects after some 4,843 images" in text]
+        assert [text.partition("step 606, in 2 min")[2] for text in said] == ([] if more is None else [more])
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
