@@ -303,7 +303,7 @@ def left(folder: Path) -> list[int]:
     return found
 
 
-ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "has no optimizer": ({"before": "sys.exit()"}, "crashed", "before a step of a torch optimizer"),
     "never steps": ({"before": "time.sleep(1000)", "limits": Limits(build_seconds=2)}, "timed out", "in 2 s"),
     "names another": (
@@ -312,39 +312,37 @@ ENDINGS: dict[str, tuple[dict[str, Any], str, str]] = {
         "no step of SGD in",
     ),
     "daemonises": ({"before": "if os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)"}, "crashed", "exit code 0"),
+    "ends": ({"after": "if i == 4: sys.exit()"}, "crashed", "give it more steps"),
+    "fills memory": (
+        {"after": "if i == 4: raise RuntimeError('CUDNN_STATUS_ALLOC_FAILED')"},
+        "oom",
+        "exit code 1 after",
+    ),
+    "fails in a pipe": (
+        {"after": "if i == 4: raise RuntimeError('my fault')", "run": "{python} train.py 2>&1 | cat"},
+        "crashed",
+        "while measuring; it printed last: ",
+    ),
+    "is killed": ({"after": "if i == 4: os.kill(os.getpid(), 9)"}, "crashed", "killed by SIGKILL"),
+    "hangs": ({"after": "if i == 4: time.sleep(1000)"}, "timed out", "made no step of a torch optimizer for 3 s"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENDINGS)
-def test_a_script_that_does_not_come_to_its_first_step(start: Start, tmp_path: Path, name: str) -> None:
-    how, status, words = ENDINGS[name]
-    with pytest.raises(GroupFailed) as failed:
-        start(**how)
-    assert failed.value.status == status
-    assert words in failed.value.reason
-    assert not left(tmp_path)
-
-
-FAULTS = {
-    "ends": ("if i == 4: sys.exit()", "crashed", "give it more steps"),
-    "fills memory": ("if i == 4: raise RuntimeError('CUDNN_STATUS_ALLOC_FAILED')", "oom", "exit code 1 after"),
-    "fails in a pipe": ("if i == 4: raise RuntimeError('my fault')", "crashed", "while measuring; it printed last: "),
-    "is killed": ("if i == 4: os.kill(os.getpid(), 9)", "crashed", "killed by SIGKILL"),
-    "hangs": ("if i == 4: time.sleep(1000)", "timed out", "made no step of a torch optimizer for 3 s"),
-}
+def measured(start: Start, limit: float, **how: Any) -> None:
+    with start(**how) as group:
+        group.window(settle=0, steps=20, limit=limit, stage="measuring")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_script_that_ends_or_hangs_in_a_window(start: Start, tmp_path: Path, name: str) -> None:
-    after, status, words = FAULTS[name]
-    group = start(after=after, run="{python} train.py" + " 2>&1 | cat" * ("pipe" in name))
+def test_a_script_that_ends_or_hangs_before_its_first_step_or_in_a_window(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    how, status, words = FAULTS[name]
     with pytest.raises(GroupFailed) as failed:
-        group.window(settle=0, steps=20, limit=3 if status == "timed out" else 60, stage="measuring")
+        measured(start, 3 if name == "hangs" else 60, **how)
     assert failed.value.status == status
     assert words in failed.value.reason
-    group.kill()
     assert not left(tmp_path)
 
 

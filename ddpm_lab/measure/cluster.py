@@ -341,9 +341,19 @@ def serve(process: Process) -> int:
             for one in working:
                 channel.send(group=one.group, **one.news())
             while message := channel.receive():
-                if message["do"] == "end":
+                do, group = message["do"], str(message.get("group"))
+                if do == "end":
                     return 0
-                _obey(message, held, channel)
+                if do == "start":
+                    try:
+                        held[group] = _Held(group, message["job"])
+                    except (ConfigError, OSError, psutil.NoSuchProcess) as error:
+                        ending = Ending("crashed", str(error), "", 0.0)
+                        channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
+                elif do == "kill" and group in held:
+                    held.pop(group).end()
+                elif do == "tell" and group in held:  # else it is too late
+                    held[group].tell(message["command"], message["arguments"])
     finally:
         for one in held.values():
             one.end()
@@ -351,23 +361,6 @@ def serve(process: Process) -> int:
     raise ConfigError(
         f"rank {process.rank} on {socket.gethostname()}: rank 0, which leads, no longer answers: see what it said"
     )
-
-
-def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel) -> None:
-    """Do what the leader says of a group; what it says of one that is gone is too late."""
-    do, group = message["do"], message["group"]
-    if do == "start":
-        try:
-            held[group] = _Held(group, message["job"])
-        except (ConfigError, OSError, psutil.NoSuchProcess) as error:
-            ending = Ending("crashed", str(error), "", 0.0)
-            channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
-    elif group not in held:
-        return
-    elif do == "kill":
-        held.pop(group).end()
-    elif do == "tell":
-        held[group].tell(message["command"], message["arguments"])
 
 
 class _Held(LocalRank):

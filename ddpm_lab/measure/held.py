@@ -49,9 +49,8 @@ class Held:
     @property
     def any(self) -> bool:
         """Whether anything was completed. A trial alone answers nothing: no row could stand beside it."""
-        if self.completed("profile", "largest") or self.completed("cold", compile_cache="cold"):
-            return True
-        return any(self.sets(base) for base in {r.baseline_id for r in self.completed("baseline")})
+        alone = self.completed("profile", "largest") or self.completed("cold", compile_cache="cold")
+        return bool(alone) or any(self.sets(base) for base in {r.baseline_id for r in self.completed("baseline")})
 
     # Sets
 
@@ -62,14 +61,13 @@ class Held:
             if family in ("", r.family):
                 found[r.set_id][r.run_id if r.role == "candidate" else r.role] = r
         wanted = {"baseline", TWIN, *run_ids} - {baseline_id}
-        whole = {set_id: members for set_id, members in found.items() if wanted <= members.keys()}
-        return whole if self.disturbed else {i: members for i, members in whole.items() if not self._busy(i, members)}
+        return {i: members for i, members in found.items() if wanted <= members.keys() and not self._busy(i, members)}
 
     def _busy(self, set_id: str, members: Members) -> bool:
         key = (set_id, len(members))
-        if key not in self._crowded:
+        if not self.disturbed and key not in self._crowded:
             self._crowded[key] = crowded(list(members.values()))
-        return self._crowded[key]
+        return not self.disturbed and self._crowded[key]
 
     def met(self, baseline_id: str, run_id: str) -> bool:
         """Whether anything is held of a comparison: a set, a failure, or a note that it was left out."""
@@ -77,10 +75,9 @@ class Held:
 
     def log_ratios(self, baseline_id: str, run_id: str) -> list[float]:
         """The log ratio of each set that counts; of the baseline its twin's. Its time is the mean of the two."""
+        pair = (TWIN,) if run_id == baseline_id else (run_id, TWIN)
         sets = self.sets(baseline_id, run_id).values()
-        if run_id == baseline_id:
-            return [set_log_ratio(s["baseline"], s[TWIN]) for s in sets]
-        return [set_log_ratio(s["baseline"], s[run_id], s[TWIN]) for s in sets]
+        return [set_log_ratio(s["baseline"], *(s[role] for role in pair)) for s in sets]
 
     def evaluated(self, baseline_id: str) -> dict[str, Any]:
         """What an answer about a baseline rests on now, as a record keeps it: sets that count, and their log ratios."""
