@@ -474,12 +474,11 @@ class LocalRank:
         return self.log()
 
     def kill(self) -> None:
-        """Kill the rank, its process group, and what has left that."""
-        if self.leader.is_running():  # also where the fork server was killed
-            end_below(self.pid)
-            with contextlib.suppress(psutil.Error):
+        """Kill the rank and all below it."""
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if self.leader.is_running():  # also where the fork server was killed
+                end_below(self.pid)
                 self.leader.kill()
-            kill_group(self.leader)
 
     def close(self) -> None:
         """See the killed rank off, and whatever it had started."""
