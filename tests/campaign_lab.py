@@ -1,7 +1,7 @@
 """A laboratory for campaigns: its sets return records at once, and it moves the clock."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,12 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Plan
-from ddpm_lab.record import RunRecord, Window
+from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.record import RunRecord
 
 PLACE_SECONDS, START_SECONDS = 10.0, 4.0
 BOTH = ["base", "base again"]
+WINDOW = make.sets({}, count=1, turns=1)[0].windows[0]
 TRIED: dict[str, Any] = {"steps": 0, "losses": [], "held_out": [], "weights_sha256": ""}
 
 
@@ -76,18 +77,15 @@ class Lab:
     def _record(self, member: Member, baseline: Member, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
         seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
-        window = Window(
-            turn=0,
-            position=0,
-            start_seconds=0.0,
-            seconds=seconds,
-            images=32,
-            steps=1,
-            rank_seconds=(1.0,) * member.config.world_size,
-            step_seconds=(1.0,),
-            data_seconds=(0.0,),
-            others_cores=load,
-        )
+        ranks = (1.0,) * member.config.world_size
+        how: dict[str, Any] = {
+            "seconds": seconds,
+            "images": 32,
+            "steps": 1,
+            "rank_seconds": ranks,
+            "others_cores": load,
+        }
+        window = dataclasses.replace(WINDOW, **how)
         return make.record(
             member.config,
             role=member.role,
@@ -118,20 +116,12 @@ class Lab:
         progress = progress or Progress("test", quiet=True)
         return Campaign(experiment, Target(**values), instrument, self.folder, progress, on_cores=on_cores)
 
-    def run(
-        self,
-        experiment: Experiment,
-        *,
-        stages: Sequence[str] = (PRIMARY, OTHERS),
-        look: bool = True,
-        yields: bool = False,
-        **target: Any,
-    ) -> Campaign:
+    def run(self, experiment: Experiment, *, look: bool = True, yields: bool = False, **target: Any) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
         self.sets, self.turns, self.alone = [], [], []
         self.traces.clear()
         made = self.campaign(experiment, **target)
-        made.run(stages=stages, look=look, yields=yields)
+        made.run(look=look, yields=yields)
         assert made.measured_sets == len(self.sets) + len(self.alone)
         return made
 
