@@ -1,7 +1,6 @@
 """A laboratory for campaigns: its sets return records at once, and it moves the clock."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +39,7 @@ class Lab:
         self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
+        self.lines: list[str] = []  # of progress
         self.stop_after: int | None = None
         monkeypatch.setattr(campaign, "measure_set", self.measure_set)
         monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
@@ -99,22 +99,13 @@ class Lab:
             **values,
         )
 
-    def campaign(
-        self,
-        experiment: Experiment,
-        *,
-        code: str = "code",
-        progress: Progress | None = None,
-        on_cores: Callable[[int], Campaign] | None = None,
-        **target: Any,
-    ) -> Campaign:
+    def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
         """A new campaign, as a new process would make it."""
         values = {"plan": Plan(), "sets": 6 if "seconds" in target else 3, "cold_compiles": 2, **target}
         instrument = Instrument(
             code=CodeVersion(code), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
         )
-        progress = progress or Progress("test", quiet=True)
-        return Campaign(experiment, Target(**values), instrument, self.folder, progress, on_cores=on_cores)
+        return Campaign(experiment, Target(**values), instrument, self.folder, Progress("test", say=self.lines.append))
 
     def run(self, experiment: Experiment, *, look: bool = True, yields: bool = False, **target: Any) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""

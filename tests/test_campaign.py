@@ -19,7 +19,6 @@ from setups import setup
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME, Campaign
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
@@ -344,13 +343,14 @@ class Planning:
     """Questions for a number of cores, in the laboratory, of which one is free; ``asked`` are the cores."""
 
     def __init__(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lab, self.asked, self.lines = lab, list[int](), list[str]()
+        self.lab, self.asked = lab, list[int]()
         monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
         monkeypatch.setattr(campaign, "free_cores", lambda: 1)
 
     def planned(self, asked: Experiment = ONE, **target: Any) -> Campaign:
-        progress = Progress("test", say=self.lines.append)
-        return self.lab.campaign(asked, progress=progress, on_cores=self._on, **target)
+        made = self.lab.campaign(asked, **target)
+        made.on_cores = self._on
+        return made
 
     def _on(self, free: int) -> Campaign:
         self.asked.append(free)
@@ -372,7 +372,7 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(lab: La
     assert found.experiment == ON_ONE_CORE
     assert found.held.any
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
-    assert any("1 of 2" in line for line in asking.lines)
+    assert any("1 of 2" in line for line in lab.lines)
 
 
 def test_what_too_many_threads_could_not_measure_is_tried_with_fewer(
