@@ -48,7 +48,7 @@ def base_of(planned: Campaign) -> RunConfig:
     return planned.experiment.families[0].baseline
 
 
-def sets_of(planned: Campaign, count: int, *, place_seconds: float = 5.0) -> list[RunRecord]:
+def sets_of(planned: Campaign, count: int) -> list[RunRecord]:
     """Sets of the first family's primary comparison, as this machine and code would have measured them."""
     family = planned.experiment.families[0]
     found = make.sets(
@@ -60,13 +60,8 @@ def sets_of(planned: Campaign, count: int, *, place_seconds: float = 5.0) -> lis
         experiment=planned.experiment.name,
         plan=planned.target.plan,
         code_version=planned.instrument.code.key,
-        stages={"steady": place_seconds},
     )
     return make.on(hardware.machine(), found)
-
-
-def write(planned: Campaign, records: list[RunRecord]) -> None:
-    planned.ledger.append(records)
 
 
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:
@@ -139,12 +134,12 @@ def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.Monk
     """By its last set at first, and by what was shown from then on; of several answers that with all cores leads."""
     one, both = plan(cores=1), plan(cores=2)
     looked = busy(monkeypatch, free=2)
-    write(one, make.on(make.GPUS, sets_of(one, 1)))
-    write(one, [dataclasses.replace(r, code_version="other") for r in sets_of(one, 1)])
+    one.ledger.append(make.on(make.GPUS, sets_of(one, 1)))
+    one.ledger.append([dataclasses.replace(r, code_version="other") for r in sets_of(one, 1)])
     assert (base_of(plan()).threads, looked) == (0, [2]), "of another machine, and of other code"
-    write(one, sets_of(one, 4))
+    one.ledger.append(sets_of(one, 4))
     assert (base_of(plan()).threads, looked) == (1, [2])
-    write(both, sets_of(both, 4))
+    both.ledger.append(sets_of(both, 4))
     assert base_of(plan()).threads == 0
     one.renewed().look()
     assert base_of(plan()).threads == 1, "that is the answer that was shown"
@@ -161,14 +156,14 @@ def test_sets_that_others_disturbed_choose_fewer_cores_and_too_few_are_no_answer
 ) -> None:
     """Typed again, a question is then answered beside a process that no short look for free cores meets."""
     both, looked = plan(cores=2), busy(monkeypatch, free=2)
-    write(both, [make.windowed(r, others_cores=2.0) for r in sets_of(both, 1)])
+    both.ledger.append([make.windowed(r, others_cores=2.0) for r in sets_of(both, 1)])
     assert (base_of(plan()).threads, looked) == (1, [2])
-    write(both, sets_of(both, 3))
+    both.ledger.append(sets_of(both, 3))
     assert (base_of(plan()).threads, looked) == (0, [2]), "it was interrupted"
     both.renewed().look()
     assert (base_of(plan()).threads, looked) == (0, [2, 2])
     searched = [dataclasses.replace(r, experiment="recommendation") for r in sets_of(both, 4)]
-    write(both, [make.windowed(r, others_cores=2.0) for r in searched])
+    both.ledger.append([make.windowed(r, others_cores=2.0) for r in searched])
     assert base_of(plan("search")).threads == 1, "by the sets that measure again what it found"
 
 
@@ -177,14 +172,14 @@ def test_a_cpu_compiles_a_network_in_the_format_that_is_faster_for_it(plan: Aski
         return base_of(plan("torch_compile", network=network, **settings)).precision
 
     seed = plan(network="seed")
-    write(seed, sets_of(seed, 6))
+    seed.ledger.append(sets_of(seed, 6))
     assert (precision("seed"), precision("tiny")) == ("bf16", "fp32")
     for preset, later in (("smoke", "bf16"), ("quick", "fp32")):  # what was compiled first stays, of smoke nothing does
         compiled = plan("torch_compile", network="seed", precision="fp32", preset=preset)
-        write(compiled, sets_of(compiled, 1))
+        compiled.ledger.append(sets_of(compiled, 1))
         assert precision("seed") == later
     other = plan("torch_compile", network="tiny", precision="bf16")
-    write(other, sets_of(other, 1))
+    other.ledger.append(sets_of(other, 1))
     assert (precision("seed"), precision("tiny")) == ("fp32", "bf16"), "each network its own"
     campaign, here = plan(), hardware.machine()
     for ratio, expected in ((0.5, "fp32"), (1.6, "bf16")):  # and so does each training of the user's
