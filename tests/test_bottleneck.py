@@ -11,7 +11,7 @@ from bottleneck_records import profiled, study, told
 from setups import setup
 
 from ddpm_lab.cli.measure import bottleneck_report, bottleneck_study
-from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
@@ -25,7 +25,6 @@ from ddpm_lab.questions.bottleneck import (
     MISSED,
     NO_TARGET,
     UNKNOWN,
-    batch_sizes,
     bottleneck,
     changes,
     fitting,
@@ -43,6 +42,26 @@ BUSY = {"data": 2.0, "copy": 1.0, "forward": 36.0, "backward": 56.0, "optimizer"
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
+
+PLAIN = RunConfig()
+CONFIGS = (
+    PLAIN,
+    replace(PLAIN, loader="files", loader_workers=1),
+    replace(PLAIN, precision="bf16", compile="whole"),
+    replace(PLAIN, world_size=2, exchange=ExchangeConfig(bucket_mb=5)),
+    replace(PLAIN, device="cuda", global_batch_size=128),
+)
+FOLLOW = {"loader_workers", "kernels", "compile_mode", "nodes", "exchange"}
+
+
+def test_each_is_one_change_away_and_none_is_there_twice() -> None:
+    for config in CONFIGS:
+        found = changes(config, usable_cores=2, most_ranks=2)
+        assert config not in found.values()
+        assert len({other.run_id for other in found.values()}) == len(found)
+        for other in found.values():
+            assert other.loader_workers <= 2
+            assert len(other.differences(config).keys() - FOLLOW) <= 1
 
 
 def labels(found: Experiment) -> list[str]:
@@ -96,7 +115,7 @@ def target(shown: Study, name: str) -> dict[str, str]:
 def test_what_is_wrong_comes_first_with_what_curing_it_is_worth(
     config: RunConfig, phases: dict[str, float], ratios: dict[str, float]
 ) -> None:
-    offered = {**changes(config, usable_cores=2, most_ranks=2), **batch_sizes(config)}
+    offered = changes(config, usable_cores=2, most_ranks=2)
     planted = {name: (offered[name], ratio) for name, ratio in ratios.items()}
     sets = told(config, planted, step_seconds=sum(phases.values()) / 1e3)
     first, *others = question.advice(study(profiled(config, phases), *sets))

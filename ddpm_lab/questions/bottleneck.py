@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,14 +76,15 @@ def bottleneck(
     batch = setup.batch_size(global_batch_size, world_size)
     config = setup.config(global_batch_size=batch, world_size=world_size, **settings)
     check_cores("loader_workers", config.loader_workers, setup.usable_cores)
-    one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
+    offered = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size)
     for label in only or ():
-        choice("only", label, (*one, *sizes))
+        choice("only", label, offered)
     if only is None:
-        only = [*list(one)[:3], f"batch {2 * batch}"] if setup.preset == "smoke" else [*one, *sizes]
+        only = [*list(offered)[:3], f"batch {2 * batch}"] if setup.preset == "smoke" else [*offered]
     name, families = setup.family_name(batch, world_size), []
-    for what, offered in ((", one change at a time", one), (SIZES, sizes)):
-        if rows := tuple(row for row in offered.items() if row[0] in only):
+    for what, same in ((", one change at a time", True), (SIZES, False)):
+        rows = tuple((n, c) for n, c in offered.items() if n in only and (c.global_batch_size == batch) is same)
+        if rows:
             families.append(Family(name=name + what, baseline=config, baseline_label=BASELINE, candidates=rows))
     profile = (name, BASELINE, replace(config, purpose="profile"))
     return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
@@ -104,7 +105,9 @@ def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
     """Configurations one change away from ``config`` that its machine could run, in the order of measuring.
 
-    What has to be compiled comes last: it is left out first where time is short.
+    What has to be compiled comes last of those of its batch: it is left out first where time is short. After it come
+    the other batches of S002's sweep, and twice its own. What cannot be, such as a batch that the ranks cannot share,
+    nobody asked for.
     """
     cuda, files = config.device == "cuda", config.loader == "files"
     eager, alone = config.compile == "off", config.world_size == 1
@@ -131,22 +134,14 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         (cuda and alone and eager, "compiled with CUDA graphs", {"compile": "whole", "kernels": "aten", **graphs}),
         (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
     ]
-    return _others(config, {name: change for able, name, change in rows if able})
-
-
-def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
-    """``config`` with each other batch of S002's sweep, and with twice its own."""
     sizes = sorted({8, 16, 32, 64, 2 * config.global_batch_size})
-    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sizes})
-
-
-def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, RunConfig]:
-    """Those that can be: a batch that the ranks cannot share, for one, nobody asked for."""
-    others = {}
-    for name, settings in found.items():
+    rows += [(True, f"batch {n}", {"global_batch_size": n}) for n in sizes]
+    found = {}
+    for able, name, settings in rows:
         with contextlib.suppress(ConfigError):
-            others[name] = replace(config, **settings)
-    return {name: other for name, other in others.items() if other != config}
+            if able and (other := replace(config, **settings)) != config:
+                found[name] = other
+    return found
 
 
 # --- the configuration in question ------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ def considered(study: Study) -> tuple[Change, ...]:
         return ()
     machine, config = about.profile.machine, about.config
     ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
-    offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
+    offered = changes(config, usable_cores=machine.usable_cores, most_ranks=ranks)
     names = {other.run_id: name for name, other in offered.items()}
     mine = (config.run_id, about.profile.code_version)
     known: dict[str, Comparison] = {}  # of whichever question has most sets
