@@ -282,8 +282,7 @@ def _witnesses(study: Study) -> list[str]:
     if any(r.config.command for r in study.records):
         return scripts.told(study)
     found = []
-    for label in dict.fromkeys(r.label for r in study.records if r.role in ("baseline", "candidate")):
-        record = next(r for r in reversed(study.records) if r.label == label)
+    for label, record in {r.label: r for r in study.records if r.role in ("baseline", "candidate")}.items():
         ranks = record.witness.get("ranks") or []
         if record.status != "ok" or not ranks:
             found.append(f"{label}: {phrases.failure(record)}")

@@ -52,9 +52,7 @@ def configuration(
     command: str, place: str, *, device: str | None, images: int = 1, optimizer: str | None = None, as_is: bool = False
 ) -> RunConfig:
     """The configuration of a command line; a step of it takes so many ``images``."""
-    options: dict[str, Any] = {"command": command.strip()}
-    options |= {"optimizer": optimizer} if optimizer else {}
-    options |= {"as_is": True} if as_is else {}
+    options = {"command": command.strip(), "optimizer": optimizer, "as_is": as_is}
     whole(f"per_step of {place}", images, 1)
     for replaced in (found for text in texts_of(command, Path.cwd()) if (found := _REPLACES_PATH.search(text))):
         raise ConfigError(
@@ -62,7 +60,7 @@ def configuration(
             f"{replaced[1]}:$PYTHONPATH"
         )
     how: dict[str, Any] = {"device": usual_device(device), "global_batch_size": images}
-    return RunConfig(workload=COMMAND, options=tuple(options.items()), **how)
+    return RunConfig(workload=COMMAND, options=tuple((k, v) for k, v in options.items() if v), **how)
 
 
 def labels(one: str, two: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.quality import IDENTICAL, NOT_WORSE, WORSE
 from ddpm_lab.plan import (
     BATCH,
     LEAST_SETS,
@@ -181,8 +182,6 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
 Array = npt.NDArray[np.float64]
 Ratios = dict[str, float]
 """ln(baseline's time / another's) in one set, by run id; the twin's under TWIN. NaN: it failed, -inf: for good."""
-NOT_WORSE, WORSE = ("not worse", "identical"), "worse"
-"""Verdicts of trials that let a batch be chosen, and the one that excludes anything."""
 
 MAIN, PAIR, OWN = 0.25, 0.12, 0.05
 """Standard deviations, in logarithm, of what a value is worth, a pair of values beyond that, and a cell beyond both."""
@@ -349,7 +348,7 @@ def admissible(space: Space, verdict: Callable[[RunConfig], str]) -> list[Cell]:
 
     def may(cell: Cell, place: int, name: str) -> bool:
         alone = verdicts.get(tuple(value if i == place else 0 for i, value in enumerate(cell)), "")
-        return alone in NOT_WORSE if name == BATCH else alone != WORSE
+        return alone in (NOT_WORSE, IDENTICAL) if name == BATCH else alone != WORSE
 
     names = list(enumerate(space.settings))
     return [c for c, word in verdicts.items() if word != WORSE and all(may(c, i, n) for i, n in names if c[i])]
