@@ -222,7 +222,7 @@ def test_settings(attack: Any, tmp_path: Path) -> None:
         path.write_bytes(damaged(rng, text.encode()))
         values = read_settings(path, "A")
         values.pop("train", None)
-        summary.settings(configuration(values, "A"))
+        summary.differences((configuration(values, "A"), 1), (RunConfig(), 1))
 
     attack("fuzzed settings", 15_000, one)
 

@@ -11,7 +11,8 @@ import records as make
 from conftest import Call
 from scaled_records import family, paired
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.files import settings_text
 from ddpm_lab.ledger import Ledger
@@ -107,6 +108,20 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
     assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
     hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
     assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
+
+
+# --- what differs ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_and_where_should_not_differ() -> None:
+    other = replace(BASE, seed=1, world_size=2, diffusion=DiffusionConfig(objective="v"))
+    found = summary.differences((BASE, 2), (other, None))
+    assert found == {"world_size": (1, 2), "diffusion.objective": ("noise", "v"), "seed": (0, 1)}
+    assert set(summary.unexpected(found, ["world_size"])) == {"seed", "diffusion.objective"}
+    assert summary.unexpected(found, ["world_size", "seed", "diffusion"]) == [], "a table's name stands for all in it"
+    with pytest.raises(ConfigError, match="'ranks'"):
+        summary.unexpected({}, ["ranks"])
+    assert summary.differences((replace(BASE, data="/one"), 2), (BASE, 2)) == {}, "wherever the images lie"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -171,8 +171,7 @@ def _difference(options: argparse.Namespace, sources: Sequence[Path]) -> int:
     """Print in which settings two runs differ; of two folders, their table first."""
     if len(sources) != 2:
         raise ConfigError(f"--only compares two runs, and {len(sources)} are given")
-    of = [runs.settings(config) | ({runs.LENGTH: steps} if steps else {}) for config, steps in map(_settings, sources)]
-    found = runs.differences(*of)
+    found = runs.differences(*map(_settings, sources))
     only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
     wrong = [] if options.only is None else runs.unexpected(found, only)
     if all(source.is_dir() for source in sources) and not options.json:

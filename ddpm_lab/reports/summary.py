@@ -320,20 +320,19 @@ def show(runs: Sequence[Summary], *, csv: str | None = None, as_json: bool = Fal
 LENGTH = "train.steps"
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
-    """Settings by name, such as ``optimizer.learning_rate``, but for the place of the images."""
-    return {name: value for name, value in config.flat.items() if name != "data"}
+def differences(one: tuple[RunConfig, Any], other: tuple[RunConfig, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two runs by name, such as ``optimizer.learning_rate``, but for the place of the images.
 
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two runs; what only one of them tells, such as its length, does not."""
-    names = [n for n in {**one, **other} if n.startswith("options.") or (n in one and n in other)]
-    return {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
+    Each comes with its steps; where one does not say how many (None), the length is not compared.
+    """
+    a, b = ({**config.flat, LENGTH: steps} for config, steps in (one, other))
+    aside = ("data", *([] if a[LENGTH] and b[LENGTH] else [LENGTH]))
+    return {n: (a.get(n), b.get(n)) for n in {**a, **b} if n not in aside and a.get(n) != b.get(n)}
 
 
 def unexpected(found: Mapping[str, Any], only: Sequence[str]) -> list[str]:
     """What differs but for ``only``; a table's name stands for all in it. Raises ConfigError for one that is none."""
-    known = {*settings(RunConfig()), LENGTH}
+    known = {*RunConfig().flat, LENGTH} - {"data"}
     tables = {name.partition(".")[0] for name in known if "." in name}
     for name in only:
         if name not in known | tables and not name.startswith("options."):
