@@ -45,31 +45,26 @@ def exchange(
     format_ = f", {precision}" * (precision != "fp32")
     able = [label for label, changes in _SETTINGS.items() if setup.device == "cuda" or "nccl" not in changes]
     able = able[: 2 if setup.preset == "smoke" else None]
-    families, left_out = [], []
-    for ranks in asked:
+    families = []
+    for ranks in asked or [1]:  # one rank alone exchanges nothing
         batch = setup.batch_size(global_batch_size, ranks)
         base = setup.config(global_batch_size=batch, world_size=ranks, precision=precision)
-        changed = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in able)
-        how: dict[str, Any] = {"baseline_label": BASELINE, "candidates": changed, "primary": "bf16 hook"}
+        rows = tuple((s, replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in able) if asked else ()
+        how: dict[str, Any] = {"baseline_label": BASELINE, "candidates": rows, "primary": "bf16 hook"}
+        how |= {} if rows else {"baseline_label": setup.ranks_label(1), "primary": "", "mechanism": True}
         families.append(Family(name=f"{setup.family_name(batch, ranks)}{format_}", baseline=base, **how))
-    if not families:
-        batch = setup.batch_size(global_batch_size)
-        base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1) + format_
-        one = setup.ranks_label(1)
-        families.append(Family(name=name, baseline=base, baseline_label=one, candidates=(), mechanism=True))
-        left_out.append((name, setup.ranks_label(2), setup.why_alone))
-    return Experiment(name="exchange", families=tuple(families), left_out=tuple(left_out))
+    left_out = () if asked else ((families[0].name, setup.ranks_label(2), setup.why_alone),)
+    return Experiment(name="exchange", families=tuple(families), left_out=left_out)
 
 
 def answer(study: Study) -> Answer:
     """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
-    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not r.config.exchange.enabled]
     notes = []
-    for row in silent:
-        shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
-        text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
-        if not row.resolved:
-            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
-        notes.append(f"Without exchange a step of {row.family} is {text}.")
+    for row in comparisons(study):
+        if row.role == "candidate" and row.sets and not row.config.exchange.enabled:
+            shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
+            text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
+            unsure = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
+            notes.append(f"Without exchange a step of {row.family} is {text if row.resolved else unsure}.")
     found = compared(study, keep=lambda row: row.config.exchange.enabled, own=lambda _: notes)
     return speeds(study, found)
