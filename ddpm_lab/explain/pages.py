@@ -79,13 +79,9 @@ class Page:
     @property
     def facts(self) -> list[str]:
         """On what the answer rests, in short pieces."""
-        pieces = [
-            self.finding.get("evidence"),
-            self.finding.get("hardware"),
-            "published records, not measured here" if self.published else None,
-            " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
-            self.finding.get("quality"),
-        ]
+        evidence, hardware, date, quality = (self.finding.get(n) for n in ("evidence", "hardware", "date", "quality"))
+        how = "published records, not measured here" * self.published
+        pieces = (evidence, hardware, how, spoken_date(str(date or "")), quality)
         return [str(piece).removesuffix(".") for piece in pieces if piece]
 
 
@@ -115,7 +111,9 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
 
 
 def spoken_date(iso: str) -> str:
-    """An ISO 8601 date and time as people read it, in the zone it was written in; anything else unchanged."""
+    """An ISO 8601 date and time, or two and " to ", as people read it, in its own zone; anything else unchanged."""
+    if " to " in iso:
+        return " to ".join(map(spoken_date, iso.split(" to ")))
     try:
         moment = datetime.fromisoformat(iso)
     except ValueError:
@@ -188,8 +186,8 @@ def write_index(
     missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page. Raises OSError if the
     file cannot be written.
     """
-    title = f"Which settings train {subject} fastest on this machine?"
-    given = {"notice": notice, "command": command, "ledger": ledger, "facts": facts or {}}
+    title, facts = f"Which settings train {subject} fastest on this machine?", facts or {}
+    given = {"notice": notice, "command": command, "ledger": ledger, "facts": facts}
     _render("index.html.j2", target, title=title, pages=pages, answered=answers(pages), **given)
 
 

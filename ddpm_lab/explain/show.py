@@ -54,7 +54,7 @@ def finding(answer: Answer) -> None:
         "To answer it": found.way_out,
         "Verdict": found.verdict + f" ({found.status})" * (found.status not in (found.verdict, findings.ANSWERED)),
         "Hardware": found.hardware + " (published records, not measured here)" * found.published,
-        "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
+        "Measured": spoken_date(found.date),
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     facts = {name: value for name, value in facts.items() if value}

@@ -112,7 +112,8 @@ def spread_of(others: Iterable[npt.ArrayLike]) -> Spread | None:
     """
     from scipy import special
 
-    samples = [values for values in map(_finite, others) if len(values) > 1 and np.ptp(values) > 0]
+    known = (values[np.isfinite(values)] for values in map(np.asarray, others))
+    samples = [values for values in known if len(values) > 1 and np.ptp(values) > 0]
     if len(samples) < LEAST_OTHERS:
         return None
     half = np.array([(len(values) - 1) / 2 for values in samples])
@@ -153,7 +154,8 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
     """
     from scipy import special
 
-    values = _finite(logs)
+    values = np.asarray(logs, dtype=float)
+    values = values[np.isfinite(values)]
     n = len(values)
     mean = float(values.mean()) if n else math.nan
     if n < 2:
@@ -170,12 +172,6 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
 def exp(log: float) -> float:
     """The exponential, held to what can be divided by and drawn: no ratio of seconds is beyond 1e130."""
     return math.exp(min(max(log, -300.0), 300.0))
-
-
-def _finite(logs: npt.ArrayLike) -> Array:
-    values = np.asarray(logs, dtype=float)
-    finite: Array = values[np.isfinite(values)]
-    return finite
 
 
 def _inverse_trigamma(x: float) -> float:
