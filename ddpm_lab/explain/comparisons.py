@@ -298,8 +298,12 @@ def _compare(
     ok, failed = ([r for r in group if (r.status == "ok") == good] for good in (True, False))
     measured = [] if mechanism_only else [r for r in ok if r.windows]
     speed = [r for r in measured if r.set_id not in disturbed]
-    logs = [] if last.role == "baseline" else [(r.set_id, _log_ratio(r, by_role)) for r in speed]
-    logs = [(set_id, log) for set_id, log in logs if math.isfinite(log)]
+    logs = list[tuple[str, float]]()
+    for r in speed if last.role != "baseline" else ():
+        base_of_set, twin = (by_role[role].get(r.set_id) for role in ("baseline", TWIN))
+        if base_of_set and twin:  # what a set finds for a configuration, beside its baseline and twin
+            log = set_log_ratio(base_of_set, r) if r.role == TWIN else set_log_ratio(base_of_set, r, twin)
+            logs += [(r.set_id, log)] if math.isfinite(log) else []
     ratio = stats.estimate([log for _, log in logs])
     if last.role == "baseline" and speed:
         ratio = replace(ratio, value=1.0, sets=len(speed))
@@ -326,14 +330,6 @@ def _compare(
         peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
         peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
     )
-
-
-def _log_ratio(record: RunRecord, by_role: Mapping[str, Mapping[str, RunRecord]]) -> float:
-    """What a set finds for a configuration, beside its baseline and twin; NaN where the set lacks one."""
-    base, twin = (by_role[role].get(record.set_id) for role in ("baseline", TWIN))
-    if base is None or twin is None:
-        return math.nan
-    return set_log_ratio(base, twin) if record.role == TWIN else set_log_ratio(base, record, twin)
 
 
 def peak(record: RunRecord, kind: str) -> float:

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -385,30 +385,28 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
     return words + ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)
 
 
-def _options(row: Comparison) -> Iterator[str]:
+def _options(row: Comparison) -> list[str]:
     """The options with which a question measures this comparison."""
     base, its, name = row.baseline, row.config, row.experiment
-    sizes = {base.global_batch_size, its.global_batch_size if name == "batch_size" else base.global_batch_size}
-    if name in ("multi_gpu", "batch_size"):
-        yield f"--batch-sizes {','.join(map(str, sorted(sizes)))}"
-    elif name in ("amp", "workers", "torch_compile", "exchange", "quality", "peers"):
-        yield f"--batch-size {base.global_batch_size}"
-    if its.world_size > 1 and name in ("amp", "torch_compile", "multi_gpu", "exchange", "batch_size"):
-        yield f"--world-size{'s' * (name != 'batch_size')} {its.world_size}"
-    precise = name in ("torch_compile", "multi_gpu", "exchange", "batch_size", "workers")
-    if precise and not base.option("number_format", ""):
-        yield f"--precision{'s' * (name == 'workers')} {base.precision}"
-    if name == "peers" and row.family.endswith(LEVERS):
-        yield "--parts levers"
-    if row.scaling == "weak":
-        yield "--scaling weak"
-    if name == "workers":
-        yield f"--worker-counts {base.loader_workers},{its.loader_workers}"
-    by_block = name == "torch_compile" and its.compile == "regional"  # in full alone
-    if by_block:
-        yield "--preset full"
-    if by_block or (name in ("torch_compile", "multi_gpu") and base.loader == "files"):
-        yield f"--loader-workers {base.loader_workers}"
+    batches = {base.global_batch_size, its.global_batch_size} if name == "batch_size" else {base.global_batch_size}
+    ranks = its.world_size * (its.world_size > 1)
+    precision = "" if base.option("number_format", "") else base.precision
+    by_block = its.compile == "regional"  # in full alone
+    of_files = str(base.loader_workers) * (base.loader == "files" or (by_block and name == "torch_compile"))
+    given = (
+        ("batch-sizes", ("multi_gpu", "batch_size"), ",".join(map(str, sorted(batches)))),
+        ("batch-size", ("amp", "workers", "torch_compile", "exchange", "quality", "peers"), base.global_batch_size),
+        ("world-size", ("batch_size",), ranks),
+        ("world-sizes", ("amp", "torch_compile", "multi_gpu", "exchange"), ranks),
+        ("precision", ("torch_compile", "multi_gpu", "exchange", "batch_size"), precision),
+        ("precisions", ("workers",), precision),
+        ("parts", ("peers",), "levers" * row.family.endswith(LEVERS)),
+        ("scaling", ("multi_gpu",), "weak" * (row.scaling == "weak")),
+        ("worker-counts", ("workers",), f"{base.loader_workers},{its.loader_workers}"),
+        ("preset", ("torch_compile",), "full" * by_block),
+        ("loader-workers", ("torch_compile", "multi_gpu"), of_files),
+    )
+    return [f"--{option} {value}" for option, questions, value in given if name in questions and value]
 
 
 def noise(row: Comparison) -> str:
