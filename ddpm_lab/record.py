@@ -332,14 +332,13 @@ class RunRecord:
             raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
         values = {k: v for k, v in values.items() if k != "run_id"}
         found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
-        for role, part, needed in (("quality", "quality", TRIED), ("look", "look", ("sets", "log_ratios"))):
-            lacks = [name for name in needed if name not in (values.get(part) or ())]
-            if (found.role, found.status) == (role, "ok") and lacks:
-                raise ValueError(f"{part}.{lacks[0]} is missing")
+        needed = {"quality": TRIED, "look": ("sets", "log_ratios")}.get(found.role, ()) if found.status == "ok" else ()
+        if lacks := [name for name in needed if name not in (values.get(found.role) or ())]:
+            raise ValueError(f"{found.role}.{lacks[0]} is missing")
         if math.prod(map(len, (found.space or {"settings": {}})["settings"].values())) > MOST_COMBINATIONS:
             raise ValueError(f"space has more than {MOST_COMBINATIONS:,} combinations")
-        names = {"experiment": found.experiment, "family": found.family, "label": found.label}
-        texts = {**names, "machine": found.machine.name}
+        texts = {name: getattr(found, name) for name in ("experiment", "family", "label")}
+        texts["machine"] = found.machine.name
         if long := [name for name, text in texts.items() if len(text) > LONGEST_NAME]:
             raise ValueError(f"{long[0]} is longer than {LONGEST_NAME:,} characters")
         if moment(found.date) > time.time() + A_DAY:
