@@ -5,7 +5,6 @@ import hashlib
 import math
 import os
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ DECODING_RULE = (
     "JPEG turned as its EXIF orientation says; the largest centred square resampled with an antialiased bicubic filter"
 )
 SUFFIXES = (".png", ".jpg", ".jpeg")
-CHUNK_FILES = 100
+CHUNK_FILES = 10
 Progress = Callable[[str], None]
 _DAMAGE = (None, errno.ENOENT, errno.ELOOP, errno.EINVAL)  # of an OSError; any other is no fault of the file
 # Pillow warns of more than 89 megapixels, as of an attack, and refuses twice as many; below these it decodes them.
@@ -151,13 +150,10 @@ def decode_files(
     """
     say = paced(progress)
     failures: list[tuple[int, str]] = []
-    stop = threading.Event()
 
     def decode_chunk(start: int) -> list[tuple[int, str]]:
         bad = []
         for position in range(start, min(start + CHUNK_FILES, len(paths))):
-            if stop.is_set():
-                break
             try:
                 out[position] = decode(paths[position], out.shape[1])
             except ImageError as error:
@@ -173,8 +169,8 @@ def decode_files(
                 if failures and not keep_going:
                     break
                 say(f"decoded {min(start + CHUNK_FILES, len(paths)):,} of {len(paths):,} images")
-        finally:  # at an interrupt too, what is queued ends at once
-            stop.set()
+        finally:  # at an interrupt too, what is queued never begins
+            pool.shutdown(cancel_futures=True)
     return failures
 
 
