@@ -216,7 +216,9 @@ def test_an_answer_is_about_one_network_and_names_it(tmp_path: Path) -> None:
     assert {c.config.network for c in question.measured(study(ddpm, workers))} == {"ddpm"}
 
     ledger = Ledger(tmp_path / LEDGER)
-    ledger.append(make.on(hardware.machine(), [*searched, *amp(1.8), *memory(), *amp(0.5, base=LARGE)]))
+    tiny = [replace(r, environment=later) for r in amp(1.8)]  # on other images
+    large = amp(0.5, base=replace(LARGE, data_sha256="b" * 64))
+    ledger.append(make.on(hardware.machine(), [*searched, *tiny, *memory(), *large]))
     experiments.recommendation(minutes=0, output_dir=tmp_path)
     assert not (tmp_path / question.FILE).exists(), "a report searches nothing for its last page"
     for network, headline, changes in (
@@ -380,6 +382,7 @@ KEPT_IN_BF16 = make.sets(
     {"kept": (replace(NARROW, freed_memory="kept"), 1.2)}, baseline=NARROW, experiment="bottleneck", family="bf16"
 )
 """The same arithmetic as its baseline."""
+OF_A_STEP = make.sets({"fp32": (RunConfig(), 1.47)}, baseline=NARROW, experiment="bottleneck", baseline_label="bf16")
 SEED = RunConfig(network="seed")
 LARGE = RunConfig(network="ddpm")
 """A network of which no loss is known at which harm shows."""
@@ -397,6 +400,8 @@ LARGE = RunConfig(network="ddpm")
         (study(amp(0.7), IN_BF16, harm=0.0), None, findings.ANSWERED, ""),  # in a format that is slower itself
         (study(amp(), KEPT_IN_BF16), "bf16", question.UNTRIED, "ddpm-lab run amp"),  # that is not judged
         (study(IN_BF16), "Compiled bf16 training is 47 % faster than fp32 training;", question.UNTRIED, "ddpm-lab run"),
+        (study(OF_A_STEP), "fp32", question.UNTRIED, ""),  # a bottleneck gives no verdict on quality
+        (study(amp(0.8, primary="")), None, findings.ANSWERED, ""),
         (study(OPEN), None, stats.INCONCLUSIVE, "ddpm-lab run amp --batch-size 32 --resolution 3%"),
         (study(OPEN, memory(0.8)), None, findings.ANSWERED, "ddpm-lab run amp"),
         (study(amp(1.6, count=3), harm=0.0), None, stats.TOO_FEW, "ddpm-lab report"),
