@@ -1,5 +1,6 @@
 """The training step and the trainer of a long run: their mathematics, and what goes on to the last bit."""
 
+import contextlib
 import dataclasses
 import itertools
 import resource
@@ -220,6 +221,14 @@ def test_images_are_mirrored_unless_that_is_turned_off(synthetic: RunConfig) -> 
     plain = torch.from_numpy(stored).permute(0, 3, 1, 2) / 127.5 - 1
     equal = [[torch.equal(*pair) for pair in zip(batch.images, plain, strict=True)] for batch in batches]
     assert (any(equal[0]), all(equal[0]), all(equal[1])) == (True, False, True)
+
+
+def test_the_witness_is_not_the_label(synthetic: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that forgets its autocast is seen, whatever the configuration says."""
+    trainer = Trainer(dataclasses.replace(synthetic, precision="bf16"), context())
+    monkeypatch.setattr("ddpm_lab.training.train.autocast", lambda *_: contextlib.nullcontext())
+    advance(trainer, 1)
+    assert trainer.witness()["precision"] == "fp32"
 
 
 def trained_on_a_gpu(synthetic: RunConfig, precision: str) -> tuple[Trainer, list[float]]:
