@@ -10,6 +10,7 @@ import claimed
 import peer_records
 import pytest
 import records as make
+from cells import column
 from drawn_studies import STUDIES
 from scaled_records import exchanged
 from setups import setup
@@ -19,6 +20,8 @@ from ddpm_lab.explain import findings, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
+from ddpm_lab.plan import LEVERS, OURS
+from ddpm_lab.questions import peers
 from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.record import RunRecord
 
@@ -241,3 +244,25 @@ def test_a_trial_that_fails_is_told_with_its_reason() -> None:
     shown = replace(make.study(make.sets({})), trials=(failed,))
     assert findings.untrained(shown) == f"Not trained as planned: {trial.label} (refused: it loaded helper)."
     assert not findings.untrained(replace(shown, trials=(failed, trial))), "another try went well"
+
+
+def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
+    ours, family, common, whole = peer_records.OWN, peer_records.FAMILY, peer_records.COMMON, peer_records.WHOLE
+    change = {"NCHW": (replace(ours, channels_last=False), 0.9)}
+    rows = make.sets(change, baseline=ours, family=family + LEVERS, count=9, **common)
+    small = replace(ours, network="ddpm", global_batch_size=8)
+    rival = {"slow": (replace(small, workload="peer:a"), 0.5)}
+    there = make.sets(rival, baseline=small, baseline_label=OURS, family="ddpm, batch 8", count=7, **common)
+    both = peer_records.study(*whole.records, *rows, *there)
+    assert "NCHW" not in {r.label for r in peers.other_trainers(both)}
+    assert answer(both).finding.ratio == answer(whole).finding.ratio, "of the network that its evidence is about"
+    (lever,) = (c for c in comparisons(both) if c.label == "NCHW")
+    assert findings.command_of(both, lever) == "ddpm-lab run peers --batch-size 32 --parts levers"
+    (levers,) = (rows for caption, rows in answer(both).tables() if caption.startswith("What each setting"))
+    assert column(levers, "Configuration")[-1] == "NCHW"
+    families = ["ddpm, batch 8", family, family + peers.BOTH_FP32]
+    own = [row for row in answer(both).table() if row["Configuration"] == f"{OURS} (baseline)"]
+    assert sorted(row["Family"] for row in own) == families
+    assert len(answer(both).figure().axes) == len(families)
+    alone = answer(peer_records.study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
+    assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
