@@ -102,10 +102,9 @@ class Lab:
     def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
         """A new campaign, as a new process would make it."""
         values = {"plan": Plan(), "sets": 6 if "seconds" in target else 3, "cold_compiles": 2, **target}
-        instrument = Instrument(
-            code=CodeVersion(code), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
-        )
-        return Campaign(experiment, Target(**values), instrument, self.folder, Progress("test", say=self.lines.append))
+        how: dict[str, Any] = {"cache": self.folder / "cache", "usable_cores": 2, "data_name": "synthetic images"}
+        instrument = Instrument(code=CodeVersion(code), progress=Progress("test", say=self.lines.append), **how)
+        return Campaign(experiment, Target(**values), instrument, self.folder)
 
     def run(self, experiment: Experiment, *, look: bool = True, yields: bool = False, **target: Any) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""

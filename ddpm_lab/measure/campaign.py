@@ -22,7 +22,6 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, hardware, shortfall
 from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, by_stage
@@ -54,12 +53,11 @@ class Campaign:
         target: Target,
         instrument: Instrument,
         output: Path,
-        progress: Progress,
         *,
         on_cores: Callable[[int], Campaign] | None = None,
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
-        self.output, self.progress, self.on_cores = output, progress, on_cores
+        self.output, self.progress, self.on_cores = output, instrument.progress, on_cores
         self.ledger = Ledger(output / LEDGER)
         self.machine_key = hardware.environment().machine.key
         few = target.sets < LEAST_SETS  # nothing is called
@@ -79,8 +77,8 @@ class Campaign:
 
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Campaign:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
-        where, target = (self.instrument, self.output, self.progress), replace(self.target, **changes)
-        return Campaign(experiment or self.experiment, target, *where, on_cores=self.on_cores)
+        asked, target = experiment or self.experiment, replace(self.target, **changes)
+        return Campaign(asked, target, self.instrument, self.output, on_cores=self.on_cores)
 
     def measure(
         self,

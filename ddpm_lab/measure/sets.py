@@ -20,9 +20,10 @@ from typing import Any
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion, in_lab
 from ddpm_lab.measure.command import CommandGroup
-from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
+from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.hardware import environment, machine
 from ddpm_lab.measure.others import Watch, folded, side_by_side
+from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
@@ -46,7 +47,7 @@ class Instrument:
     usable_cores: int
     data_name: str
     limits: Limits = field(default_factory=Limits)
-    progress: Progress = lambda _: None
+    progress: Progress = field(default_factory=lambda: Progress("", quiet=True))
 
 
 @dataclass(frozen=True, slots=True)

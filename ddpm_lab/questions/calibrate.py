@@ -58,7 +58,7 @@ def calibrate(
         family = Family(name=name, baseline=one, baseline_label="baseline", candidates=rows)
         target = Target(plan=Plan(turns=USUAL_TURNS), sets=1, seconds=60 * minutes)
         asked = Experiment(name=EXPERIMENT, families=(family,))
-        campaign, records, took = Campaign(asked, target, instrument, output, show), list[RunRecord](), 0.0
+        campaign, records, took = Campaign(asked, target, instrument, output), list[RunRecord](), 0.0
         while (left := campaign.seconds_left()) >= took or not records:
             show.prefix = f"set {campaign.measured_sets + 1}, {max(0.0, left):.0f} s left;"
             records += campaign.add_set(family, rows)

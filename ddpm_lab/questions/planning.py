@@ -130,10 +130,10 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     target = replace(target, exact=target.exact or smoke, further=asked.further, cold_compiles=scope.cold_compiles)
     own = target.seconds if asked.workload else math.inf
     instrument, ledger = instrument_for(output, progress, own), Ledger(output / LEDGER)
-    experiment, instrument = _experiment(name, asked, instrument, ledger, target, progress=progress)
+    experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     # A stage of a search gets the time that the search leaves, and its cores.
     again = None if asked.cores or smoke or name in STAGES else lambda n: plan_question(name, **settings | {"cores": n})
-    return Campaign(experiment, target, instrument, output, progress, on_cores=again)
+    return Campaign(experiment, target, instrument, output, on_cores=again)
 
 
 def _target(
@@ -163,7 +163,7 @@ def seconds_of(minutes: object) -> float:
     return 60 * minutes
 
 
-def instrument_for(output: Path, progress: Callable[[str], None], seconds: float = math.inf) -> Instrument:
+def instrument_for(output: Path, progress: Progress, seconds: float = math.inf) -> Instrument:
     """What measuring needs to know, of somebody's own code within ``seconds``, before its code is known.
 
     Raises ConfigError if ``output`` is not writable.
@@ -180,7 +180,7 @@ def instrument_for(output: Path, progress: Callable[[str], None], seconds: float
 
 
 def _experiment(
-    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target, *, progress: Progress
+    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target
 ) -> tuple[Experiment, Instrument]:
     """The experiment with its images prepared, and the instrument, which then knows images and code."""
     device, grid, fleet = usual_device(asked.device), dict(asked.grid), current()
@@ -217,7 +217,7 @@ def _experiment(
             setup = replace(setup, images=_images(asked, size, instrument.progress))
             if name == "peers" and device == "cpu":
                 probing = asked.preset != "smoke" and target.seconds != 0
-                how = {"output": output_folder(asked.output_dir), "progress": progress, "probing": probing}
+                how = {"output": output_folder(asked.output_dir), "progress": instrument.progress, "probing": probing}
                 setup = replace(setup, formats=_formats(ask(name, setup, **grid), cores, **how))
         if compiles:
             grid["precision"] = compiled_in(work, target.plan, instrument, ledger)
@@ -349,8 +349,8 @@ def plan_pair(
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    target, progress = _target(Plan(), minutes, sets, resolution), Progress("compare", quiet=quiet)
-    instrument = instrument_for(output, progress, target.seconds)
+    target = _target(Plan(), minutes, sets, resolution)
+    instrument = instrument_for(output, Progress("compare", quiet=quiet), target.seconds)
     instrument = replace(instrument, code=code or code_of(pair, instrument), data_name=images)
 
     def planned(cores: int, again: Callable[[int], Campaign] | None = None) -> Campaign:
@@ -358,7 +358,7 @@ def plan_pair(
         name, rows = f"{label} against {base}", ((label, two),)
         family = Family(name=name, baseline=one, baseline_label=base, candidates=rows, primary=label)
         experiment = Experiment(name="compare", families=(family,))
-        return Campaign(experiment, target, instrument, output, progress, on_cores=again)
+        return Campaign(experiment, target, instrument, output, on_cores=again)
 
     if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
         return planned(chosen)
