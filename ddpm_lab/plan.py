@@ -19,7 +19,7 @@ USUAL_TURNS = 12  # of a set whose turns are not computed yet
 LEAST_SETS = 4  # with fewer sets a ratio is shown and no verdict is given
 RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
 MOST_CANDIDATES = 5  # in one set of a family whose candidates are compared one by one
-PRIMARY, OTHERS = "primary", "others"
+PRIMARY, OTHERS = STAGES = "primary", "others"
 """The stages of a question: its primary comparison first, then all others with the time that is left."""
 BATCH = "batch"
 Cell = tuple[int, ...]  # one value of each setting, by its place; the baseline is all zeros

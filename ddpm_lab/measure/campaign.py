@@ -24,13 +24,14 @@ from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
-from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, by_stage
+from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
 
 PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison is not all that it has
 OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
+OnCores = Callable[[int], "Campaign"] | None
 _CHECKS: dict[str, tuple[str, Work]] = {
     CHECK: ("check", alone.compare_gradients),
     alone.WORKLOAD: ("wrong", alone.run_wrong_ways),
@@ -53,8 +54,7 @@ class Campaign:
         target: Target,
         instrument: Instrument,
         output: Path,
-        *,
-        on_cores: Callable[[int], Campaign] | None = None,
+        on_cores: OnCores = None,
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
         self.output, self.progress, self.on_cores = output, instrument.progress, on_cores
@@ -78,15 +78,10 @@ class Campaign:
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Campaign:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
         asked, target = experiment or self.experiment, replace(self.target, **changes)
-        return Campaign(asked, target, self.instrument, self.output, on_cores=self.on_cores)
+        return Campaign(asked, target, self.instrument, self.output, self.on_cores)
 
     def measure(
-        self,
-        *,
-        seconds: float | None = None,
-        stages: Sequence[str] = (PRIMARY, OTHERS),
-        look: bool = True,
-        yields: bool = False,
+        self, *, seconds: float | None = None, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False
     ) -> Campaign:
         """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
 
@@ -133,7 +128,7 @@ class Campaign:
             self.progress.stay(str(error))
             return None
 
-    def run(self, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True, yields: bool = False) -> None:
+    def run(self, *, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False) -> None:
         """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then.
 
         With ``yields`` others wait for the time: a primary comparison whose least sets do not fit ends after one.

@@ -65,10 +65,8 @@ def _expected(config: RunConfig) -> dict[str, Any]:
 
 def _of_rank(config: RunConfig, seen: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """What one rank says otherwise than its label."""
-    rank, way = (
-        f"rank {seen['rank']}",
-        ": leave autocast and number formats to the lab, or give a step in place of a loss",
-    )
+    rank = f"rank {seen['rank']}"
+    way = ": leave autocast and number formats to the lab, or give a step in place of a loss"
     found = [
         f"the label says {name} {label}, {rank} ran with {seen[name]}{way * (config.is_own and name == 'precision')}"
         for name, label in expected.items()

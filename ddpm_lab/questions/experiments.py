@@ -355,7 +355,7 @@ def recommend(
         planned = planned.renewed() if waited else planned
         while True:
             may_win = _admissible(planned, space)
-            belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
+            belief = find(planned, may_win, search_ends, preset)
             winner = belief.winner(may_win)
             left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
             again = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
@@ -378,13 +378,8 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 
-def find(
-    campaign: Campaign,
-    among: Sequence[Cell],
-    seconds_left: Callable[[], float] = lambda: math.inf,
-    preset: str = "quick",
-) -> Belief:
-    """Go on with the race between the cells that may win (``among``) from what the ledger holds."""
+def find(campaign: Campaign, among: Sequence[Cell], ends: float = math.inf, preset: str = "quick") -> Belief:
+    """Go on until ``ends`` with the race between cells that may win (``among``), from what the ledger holds."""
     progress, space, cohort = campaign.progress, campaign.experiment.space, campaign.cohort
     assert space is not None
     (family,), cells, base = campaign.experiment.families, space.cells, space.baseline
@@ -413,7 +408,8 @@ def find(
         place = min(campaign.lacks.costs.get(family.name) or [PLACE_SECONDS if seen is None else seen])
         return place + cold * max(took, default=COMPILE_SECONDS)
 
-    return search.race(space, found, among, measure, seconds_of=seconds_of, seconds_left=seconds_left, most_sets=most)
+    how: dict[str, Any] = {"seconds_of": seconds_of, "seconds_left": lambda: ends - time.monotonic(), "most_sets": most}
+    return search.race(space, found, among, measure, **how)
 
 
 def _note_space(campaign: Campaign, space: Space) -> None:

@@ -19,7 +19,7 @@ from ddpm_lab.explain.selection import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, check_room, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.campaign import Campaign, OnCores
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
@@ -133,7 +133,7 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     # A stage of a search gets the time that the search leaves, and its cores.
     again = None if asked.cores or smoke or name in STAGES else lambda n: plan_question(name, **settings | {"cores": n})
-    return Campaign(experiment, target, instrument, output, on_cores=again)
+    return Campaign(experiment, target, instrument, output, again)
 
 
 def _target(
@@ -353,12 +353,12 @@ def plan_pair(
     instrument = instrument_for(output, Progress("compare", quiet=quiet), target.seconds)
     instrument = replace(instrument, code=code or code_of(pair, instrument), data_name=images)
 
-    def planned(cores: int, again: Callable[[int], Campaign] | None = None) -> Campaign:
+    def planned(cores: int, again: OnCores = None) -> Campaign:
         (base, label), (one, two) = names, _pair_on(pair, cores)
         name, rows = f"{label} against {base}", ((label, two),)
         family = Family(name=name, baseline=one, baseline_label=base, candidates=rows, primary=label)
         experiment = Experiment(name="compare", families=(family,))
-        return Campaign(experiment, target, instrument, output, on_cores=again)
+        return Campaign(experiment, target, instrument, output, again)
 
     if cores is not None or most == 1 or any(c.device == "cuda" or c.threads for c in pair):
         return planned(chosen)
