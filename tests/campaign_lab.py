@@ -77,14 +77,8 @@ class Lab:
     def _record(self, member: Member, baseline: Member, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
         seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
-        ranks = (1.0,) * member.config.world_size
-        how: dict[str, Any] = {
-            "seconds": seconds,
-            "images": 32,
-            "steps": 1,
-            "rank_seconds": ranks,
-            "others_cores": load,
-        }
+        how: dict[str, Any] = {"seconds": seconds, "images": 32, "steps": 1, "others_cores": load}
+        how["rank_seconds"] = (1.0,) * member.config.world_size
         window = dataclasses.replace(WINDOW, **how)
         return make.record(
             member.config,

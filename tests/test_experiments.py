@@ -83,11 +83,8 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     study = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
     assert study.measured_sets == 1
     measured = [r for r in study.records if r.set_id]
-    assert sorted((r.role, r.label, r.status) for r in measured) == [
-        ("baseline", "fp32", "ok"),
-        ("candidate", "bf16", "ok"),
-        ("twin", "fp32 again", "ok"),
-    ]
+    members = [("baseline", "fp32"), ("candidate", "bf16"), ("twin", "fp32 again")]
+    assert (sorted((r.role, r.label) for r in measured), {r.status for r in measured}) == (members, {"ok"})
     assert {(r.label, r.status) for r in study.records if not r.set_id} == {("fp16", "left out"), ("tf32", "left out")}
     assert measured[0].environment.date
     again = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
