@@ -52,15 +52,8 @@ def compare_revisions(
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
     if scripts.is_command(step):
-        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet}
-        with repository.worktree(commit) as folder:
-            here = folder / Path.cwd().resolve().relative_to(repository.root)
-            if not here.is_dir():
-                raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
-            tree = Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
-            how |= {"names": (against, WORKING_TREE), "revision": (tree, folder), **limits}
-            found = scripts.compare_commands(str(step), str(step), **how)
-        return found or _same(f"all that {step} loads is", against)
+        how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet, **limits}
+        return _compare_command(str(step), against, repository, commit, **how)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
 
     def configure(step: str | None, place: str) -> RunConfig:
@@ -94,6 +87,17 @@ def compare_revisions(
         pair = (with_images(baseline, output, quiet), with_images(candidate, output, quiet))
         how = {"code": candidate_code.with_revision(baseline_code), "output": output, "quiet": quiet, **limits}
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
+
+
+def _compare_command(command: str, against: str, repository: Repository, commit: str, **how: Any) -> Planned | Outcome:
+    """The same of a command line, which a revision runs in its counterpart of the working folder."""
+    with repository.worktree(commit) as folder:
+        here = folder / Path.cwd().resolve().relative_to(repository.root)
+        if not here.is_dir():
+            raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
+        tree = Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
+        how |= {"names": (against, WORKING_TREE), "revision": (tree, folder)}
+        return scripts.compare_commands(command, command, **how) or _same(f"all that {command} loads is", against)
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
