@@ -110,9 +110,9 @@ def test_a_script_against_a_revision(call: Call, folder: Path, tmp_path: Path, m
     run = f"SETTINGS=named.yaml {sys.executable} {tmp_path}/elsewhere.py"  # of the repository, but nothing it loads
     code, _, err = call("compare", run, *words[2:])
     assert (code, "elsewhere.py loads belongs to the repository" in err) == (2, True)
-    commit(folder, {"sub/imports": f"import packed_here\n{TRAIN}", "lib/packed_here.py": ""})
+    commit(folder, {"sub/imports.py": f"import packed_here\n{TRAIN}", "lib/packed_here.py": ""})
     (tmp_path / "link").symlink_to(folder)
-    run = f"PYTHONPATH={tmp_path}/link/lib:$PYTHONPATH {sys.executable} imports"
+    run = f"PYTHONPATH={tmp_path}/link/lib:$PYTHONPATH {sys.executable} -m imports"
     code, _, err = call("compare", run, *words[2:])
     assert (code, "packed_here.py of the working tree" in err) == (2, True), err
     commit(folder, {"sub/train": "raise SystemExit('not today')"})
