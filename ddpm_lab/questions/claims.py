@@ -366,7 +366,7 @@ def pair_figure(study: Study) -> Figure | None:
     )
 
 
-# --- claims and their four judges -------------------------------------------------------------------------------------
+# --- claims and their judges ------------------------------------------------------------------------------------------
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
 _NOTEBOOKS = {"multi_gpu": "02", "amp": "03", "workers": "04", "torch_compile": "05", "quality": "08"}
@@ -511,9 +511,7 @@ def _faster(claim: Claim, records: Records) -> Judged | None:
 
 
 def _equivalent(claim: Claim, records: Records) -> Judged | None:
-    """Whether configurations learn as well as their baseline, by trials over seeds, or two numbers are one."""
-    if claim.fault:
-        return _same_number(claim, records)
+    """Whether configurations learn as well as their baseline, by trials over seeds."""
     rows = [r for r in _rows(claim, records) if r.config.differences(r.baseline).keys() <= set(claim.varies)]
     rows = [r for r in rows if r.equivalence.verdict != quality.NOT_MEASURED]
     if not rows:
@@ -538,5 +536,5 @@ def _same_number(claim: Claim, records: Records) -> Judged | None:
     return Judged(verdict, right, f"it reads {wrong}: {read.factor()}")
 
 
-_JUDGES: dict[str, Callable[[Claim, Records], Judged | None]]
-_JUDGES = {"near": _near, "faster": _faster, "equivalent": _equivalent, "untestable": lambda *_: None}
+_JUDGES: dict[str, Callable[[Claim, Records], Judged | None]] = {"untestable": lambda *_: None}
+_JUDGES |= {"near": _near, "faster": _faster, "equivalent": _equivalent, "number": _same_number}
