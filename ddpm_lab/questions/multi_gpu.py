@@ -58,8 +58,14 @@ def multi_gpu(
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
     families, left_out = list[Family](), list[tuple[str, str, str]]()
     settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
-    if scaling != "weak":
-        families, left_out = _strong(setup, ranks, batches, settings, asked=world_sizes is not None)
+    for batch in batches if scaling != "weak" else ():
+        uneven = [n for n in ranks if batch % n]
+        if uneven and world_sizes is not None:
+            raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
+        family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
+        families += [family] * bool(family.candidates or not uneven)  # one rank alone compares with nothing
+        images = f"{batch} image{'s' * (batch != 1)}"
+        left_out += [(family.name, n, f"{images} cannot be shared by {n}") for n in map(setup.ranks_label, uneven)]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
     if scaling == "weak" or (ranks and scaling != "strong"):
         families += [_scaled(setup, b, ranks, settings, weak=True) for b in weak]
@@ -78,22 +84,6 @@ def multi_gpu(
         sizes = ", ".join(map(str, batches))
         raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
-
-
-def _strong(
-    setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: dict[str, Any], *, asked: bool
-) -> tuple[list[Family], list[tuple[str, str, str]]]:
-    """A family for each batch, and the ranks left out that cannot share it: ConfigError if they were ``asked`` for."""
-    families, left_out = [], []
-    for batch in batches:
-        uneven = [n for n in ranks if batch % n]
-        if uneven and asked:
-            raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
-        family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
-        families += [family] * bool(family.candidates or not uneven)  # one rank alone compares with nothing
-        images = f"{batch} image{'s' * (batch != 1)}"
-        left_out += [(family.name, n, f"{images} cannot be shared by {n}") for n in map(setup.ranks_label, uneven)]
-    return families, left_out
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
