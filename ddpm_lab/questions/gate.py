@@ -89,7 +89,7 @@ def compare_revisions(
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
 
 
-def _compare_command(command: str, against: str, repository: Repository, commit: str, **how: Any) -> Planned | Outcome:
+def _compare_command(command: str, against: str, repository: Repository, commit: str, **how: Any) -> Campaign | Outcome:
     """The same of a command line, which a revision runs in its counterpart of the working folder."""
     with repository.worktree(commit) as folder:
         here = folder / Path.cwd().resolve().relative_to(repository.root)
