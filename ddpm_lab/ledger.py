@@ -88,16 +88,14 @@ def _record(text: bytes) -> RunRecord:
 
 
 def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Records without those that are there again, as in a ledger and what was published of it: the first one stays."""
+    """Records without those that are there again, as in a ledger and what was published of it: the first one stays.
 
-    def mark(r: RunRecord) -> tuple[object, ...]:
-        """What tells it from others: names of files and hosts, which are left out of what is published, cannot."""
-        place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
-        return (*place, r.machine.key, r.code_version, r.plan.key, str(r.stages))
-
+    Names of files and hosts, which are left out of what is published, tell no record from others.
+    """
     first: dict[tuple[object, ...], RunRecord] = {}
     for r in records:
-        first.setdefault(mark(r), r)
+        place = (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date, r.baseline_id)
+        first.setdefault((*place, r.machine.key, r.code_version, r.plan.key, str(r.stages)), r)
     return list(first.values())
 
 
