@@ -195,9 +195,7 @@ def tracker_chosen(option: str | None) -> str | None:
     """
     has_key = bool(os.environ.get(KEY_VARIABLE))
     if option == "comet" and not has_key:
-        raise ConfigError(
-            f"--tracker comet needs your key in the environment variable {KEY_VARIABLE}: set it, or give "
-            "--tracker comet-offline for an archive"
-        )
+        advice = "set it, or give --tracker comet-offline for an archive"
+        raise ConfigError(f"--tracker comet needs your key in the environment variable {KEY_VARIABLE}: {advice}")
     name = option or ("comet" if has_key else "none")
     return None if name == "none" else name

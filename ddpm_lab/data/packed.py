@@ -193,10 +193,8 @@ def resolve(
     if job is None:
         side, wanted = read_manifest(dest).image_size, how.get("image_size", 32)
         if side != wanted:
-            raise DataError(
-                f"{dest} was prepared with images of {side}x{side}, not {wanted}x{wanted}; give image size "
-                f"{side} (--image-size {side}), or prepare its source again with {wanted}"
-            )
+            advice = f"give image size {side} (--image-size {side}), or prepare its source again with {wanted}"
+            raise DataError(f"{dest} was prepared with images of {side}x{side}, not {wanted}x{wanted}; {advice}")
         if how.get("held_out") is not None:
             raise DataError(f"{dest} is prepared and has its held-out part; give --held-out when preparing it")
         return dest
@@ -238,10 +236,8 @@ def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None =
         if not path.exists():
             raise DataError(f"no such data: {path}; give a folder of images, an archive, or 'synthetic'")
         if kind == "folder" and path.is_file():
-            kinds = ", ".join(archives.ARCHIVE_SUFFIXES)
-            raise DataError(
-                f"{path} is neither a folder nor an archive ({kinds}); give the folder that holds the images"
-            )
+            what = f"neither a folder nor an archive ({', '.join(archives.ARCHIVE_SUFFIXES)})"
+            raise DataError(f"{path} is {what}; give the folder that holds the images")
         if is_prepared(path):
             raise DataError(f"{path} is already prepared; use it as it is, or prepare its source again")
         if (path / LOCK).exists():  # an archive's test images may lie there too
@@ -264,10 +260,9 @@ def _check_outside(job: Job, dest: Path) -> None:
     """Refuse a folder among the user's own images: what is written there would be trained on."""
     for given in job.given:
         if dest.resolve().is_relative_to(given.resolve()):
-            raise DataError(
-                f"{dest} lies inside the image folder {given}, which is never written to; choose another, "
-                "or have the images prepared elsewhere: ddpm-lab prepare SOURCE DEST, and DEST as the data"
-            )
+            elsewhere = "have the images prepared elsewhere: ddpm-lab prepare SOURCE DEST, and DEST as the data"
+            never = f"{dest} lies inside the image folder {given}, which is never written to"
+            raise DataError(f"{never}; choose another, or {elsewhere}")
 
 
 def _check_dest(job: Job, dest: Path) -> None:
@@ -381,10 +376,8 @@ def _decode(
         numbers = itertools.count()
         sources = [(folder, [f for f in files if next(numbers) not in damaged]) for folder, files in sources]
         if not all(files for _, files in sources) or len(paths) - len(damaged) < 2:
-            raise DataError(
-                f"{len(damaged):,} of {len(paths):,} images of {sources[0][0]} are damaged and too few are left; "
-                "check them"
-            )
+            bad = f"{len(damaged):,} of {len(paths):,} images of {sources[0][0]} are damaged"
+            raise DataError(f"{bad} and too few are left; check them")
 
 
 def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
