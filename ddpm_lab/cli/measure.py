@@ -20,7 +20,6 @@ from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
 from ddpm_lab.cli.options import COMMON, Command, Parser, add, asked, given, refuse_others, tell, tracker_chosen
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
-from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answer(measured: Campaign, named: Bands) -> dict[str, Any]:
-    """The finding of what was measured, or, on a node without scipy, where its records lie."""
+    """The finding of what was measured, with its figure drawn, or, without scipy, where its records lie."""
     values: dict[str, Any] = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger.path)
     if missing := missing_to_explain():
@@ -121,14 +120,10 @@ def _answer(measured: Campaign, named: Bands) -> dict[str, Any]:
         return {**values, "finding": f"{advice} --ledger {measured.ledger.path.name}"}
     if measured.experiment.name == "bottleneck":
         return values | bottleneck_report(bottleneck_study(measured))
-    return values | _told(answer(replace(experiments.study_of(measured), bands=named)))
-
-
-def _told(shown: Answer) -> dict[str, Any]:
-    """An answer as values, with its figure drawn."""
+    shown = answer(replace(experiments.study_of(measured), bands=named))
     found, figure = shown.finding, shown.study.output_dir / "image_output" / f"{shown.file}.png"
     save(shown.figure(), figure)
-    values = {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+    values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [
         {"family": split.family, "headline": lost_scaling.headline([split]), "parts": lost_scaling.table([split])}
