@@ -159,11 +159,16 @@ def answer(study: Study) -> Answer:
 
 
 def _finding(study: Study) -> Finding:
-    base, others = this_trainer(study), other_trainers(study)
+    # The lab's own trainer as the baseline of the others, trained as both sides do it best, and not in fp32 alone; of
+    # several networks or batches that of most others.
+    rivals = [r for r in comparisons(study) if _is_rival(r.family)]
+    trained = [r for r in rivals if not r.family.endswith(BOTH_FP32) and r.sets]
+    count, others = Counter(r.family for r in trained if r.role == "candidate"), other_trainers(study)
+    base = max((r for r in trained if r.role == "baseline"), key=lambda r: count[r.family], default=None)
     measured = [r for r in others if r.sets and base and r.family == base.family]
     if base is None or not measured:
-        alone = not any(_is_rival(r.family) for r in comparisons(study))  # the levers, which nobody else is beside
-        return compared(study, keep=lambda r: r.family.endswith(LEVERS) if alone else _is_rival(r.family))
+        # Without others it is about the levers.
+        return compared(study, keep=lambda r: _is_rival(r.family) if rivals else r.family.endswith(LEVERS))
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
@@ -188,16 +193,6 @@ def _turned(row: Comparison) -> Comparison:
     logs, verdict = tuple((s, -v) for s, v in row.logs), verdicts.get(row.verdict, row.verdict)
     ratio, noise = row.ratio.inverse, row.noise.inverse
     return replace(row, baseline_label="the other", ratio=ratio, noise=noise, logs=logs, verdict=verdict)
-
-
-def this_trainer(study: Study) -> Comparison | None:
-    """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    # Trained as both sides do it best, and not in fp32 alone.
-    rivals = [r for r in comparisons(study) if _is_rival(r.family)]
-    trained = [r for r in rivals if not r.family.endswith(BOTH_FP32)]
-    others = Counter(r.family for r in trained if r.role == "candidate" and r.sets)
-    mine = [r for r in trained if r.role == "baseline" and r.sets]
-    return max(mine, key=lambda r: others[r.family], default=None)
 
 
 def _is_rival(family: str) -> bool:

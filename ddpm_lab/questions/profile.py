@@ -106,6 +106,7 @@ class Budget:
     ``running`` is its step as training runs, ``waiting`` with each phase waited for, ``others`` are the other ranks as
     training runs. ``beside`` are seconds per step that ran beside the phases, by name, with those of them beside
     computing; ``ahead_seconds`` is how far the host is ahead of the device when a step begins (None on a CPU).
+    ``disturbance`` is a sentence if others took more than a turn of a set may lose, or if nobody knows what they took.
     ``trace_difference`` is the largest difference of a phase's share from the profiler's trace, ``profiler_slowdown``
     the profiled step's time over this one's; NaN where there is no trace.
     """
@@ -124,7 +125,10 @@ class Budget:
             self.beside[WORKERS] = (helpers, helpers)
         self.ahead_seconds: float | None = window.get("host_ahead_seconds")
         self.busy_percent: float | None = (values.get("state") or {}).get("gpu_utilisation_percent")
-        self.disturbance = _disturbance(values.get("others_cores"), usable_cores)
+        others, cores = values.get("others_cores"), phrases.plural(usable_cores, "core")
+        self.disturbance = "What other processes took is unknown here" if others is None else ""
+        if others is not None and others > DISTURBED * usable_cores:
+            self.disturbance = f"Other processes kept {others:.1f} of {cores} busy while the time budget was taken"
         self.trace_difference, self.profiler_slowdown = _check(window, slowest.get("profiled"))
 
     @property
@@ -144,15 +148,6 @@ def budget(record: RunRecord) -> Budget | None:
     """The time budget that a profile record holds, or None."""
     values = (record.profile or {}).get("budget")
     return Budget(values, record.machine.usable_cores) if values and values["ranks"] else None
-
-
-def _disturbance(others_cores: float | None, usable_cores: int) -> str:
-    """A sentence if others took more than a turn of a set may lose, or if nobody knows what they took."""
-    if others_cores is None:
-        return "What other processes took is unknown here"
-    cores = phrases.plural(usable_cores, "core")
-    told = f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
-    return told if others_cores > DISTURBED * usable_cores else ""
 
 
 def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:

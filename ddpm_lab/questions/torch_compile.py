@@ -108,7 +108,7 @@ def pays_off(steps: stats.Interval, row: Comparison) -> str:
 
 
 def sentence(study: Study, row: Comparison) -> str:
-    """Return cost and break-even of a compiled configuration, and what its witness counted."""
+    """Return cost and break-even of a compiled configuration, and what its last witness counted."""
     cost, steps = break_even(study, row)
     if not cost.sets:
         return "The cost of a cold compile was not measured."
@@ -117,17 +117,12 @@ def sentence(study: Study, row: Comparison) -> str:
     alone = cost.sets == 1 and row.verdict == stats.FASTER
     pays = f" and pays off {pays_off(steps, row)}{'; the interval is that of the speed alone' * alone}."
     text += pays if row.resolved else "; whether it pays off is not known yet."
-    witnessed = counters(study, row.run_id)
-    return f"{text} Witnessed: {witnessed}." if witnessed else text
-
-
-def counters(study: Study, run_id: str) -> str:
-    """What a configuration's last witness counted: "1 compiled frame, 1 graph, 0 graph breaks and 0 recompiles"."""
     nouns = {"compiled_frames": "compiled frame", "graphs": "graph", "graph_breaks": "graph break"}
     nouns |= {"recompiles": "recompile"}
-    ranks = [rank for r in study.records if r.run_id == run_id for rank in r.witness.get("ranks", ())]
-    last = next((rank for rank in reversed(ranks) if nouns.keys() <= rank.keys()), None)
-    return phrases.joined([phrases.plural(int(last[key]), noun) for key, noun in nouns.items()]) if last else ""
+    ranks = [rank for r in study.records if r.run_id == row.run_id for rank in r.witness.get("ranks", ())]
+    if last := next((rank for rank in reversed(ranks) if nouns.keys() <= rank.keys()), None):
+        text += f" Witnessed: {phrases.joined([phrases.plural(int(last[key]), noun) for key, noun in nouns.items()])}."
+    return text
 
 
 def costs(study: Study) -> Figure | None:
