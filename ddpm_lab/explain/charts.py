@@ -267,46 +267,39 @@ def forest(
     with style():
         figure, axes, _ = row_panels(panels, title, context, note, label, beside=beside)
         for ax, panel in zip(axes, panels, strict=True):
-            low, high = _forest_limits([panel] if beside else panels)
-            _forest_axis(ax, low, high, ratios=bool(panel.reference), narrow=beside)
+            _forest_axis(ax, [panel] if beside else panels, ticks=4 if beside else 7)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=SOFT, lw=1.2, zorder=1)
             if panel.band is not None:
                 ax.axvspan(*panel.band, color=BAND, lw=0, zorder=0.5)
-            ax.set_xlim(low, high)
             for y, row in zip(centres(panel.rows), panel.rows, strict=True):
                 if not math.isnan(row.value):
                     _mark(ax, y, row)
         return settle(figure)
 
 
-def _forest_limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Ends of the axis: all points and bands, and intervals as far as they are not absurdly wide."""
-    rows = [r for p in panels for r in p.rows if not math.isnan(r.value)]
-    points = [v for r in rows for v in (r.value, *r.dots)]
-    points += [v for p in panels for v in ((p.reference,) if p.reference is not None else ()) + (p.band or ())]
-    low, high = min(points, default=0.0), max(points, default=1.0)
-    ends = [v for r in rows for v in (r.low, r.high) if not math.isnan(v)]
-    reach = max(high - low, 0.15 if panels[0].reference else 0.0)
-    least, most = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
-    if panels[0].reference:
-        least = max(least, 0.5 * low)
-        if most / least > _LOGARITHMIC:
-            return least / 1.15, most * 1.15
-    margin = 0.06 * (most - least) or 0.02
-    return least - margin, most + margin
-
-
-def _forest_axis(ax: Axes, low: float, high: float, *, ratios: bool, narrow: bool) -> None:
+def _forest_axis(ax: Axes, panels: Sequence[Panel], *, ticks: int) -> None:
+    """From end to end of all points and bands, and of intervals as far as they are not absurdly wide."""
     from matplotlib.ticker import FixedLocator
 
-    plain(ax.xaxis, 4 if narrow else 7)
+    rows, ratios = [r for p in panels for r in p.rows if not math.isnan(r.value)], bool(panels[0].reference)
+    points = [v for r in rows for v in (r.value, *r.dots)]
+    points += [v for p in panels for v in (p.reference, *(p.band or ())) if v is not None]
+    low, high = min(points, default=0.0), max(points, default=1.0)
+    ends = [v for r in rows for v in (r.low, r.high) if not math.isnan(v)]
+    reach = max(high - low, 0.15 * ratios)
+    least, most = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
+    least = max(least, 0.5 * low) if ratios else least
+    margin, far = 0.06 * (most - least) or 0.02, ratios and most / least > _LOGARITHMIC
+    low, high = (least / 1.15, most * 1.15) if far else (least - margin, most + margin)
+    plain(ax.xaxis, ticks)
     if ratios and high / low > _LOGARITHMIC:
         ax.set_xscale("log")
         steps = (1, 1.5, 2, 3, 4, 6, 8) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
-        ticks = [n * 10.0**k for k in range(-4, 7) for n in steps]
-        ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
+        places = (n * 10.0**k for k in range(-4, 7) for n in steps)
+        ax.xaxis.set_major_locator(FixedLocator([place for place in places if low <= place <= high]))
         _numbers(ax.xaxis)
+    ax.set_xlim(low, high)
 
 
 def _mark(ax: Axes, y: float, row: Row) -> None:
