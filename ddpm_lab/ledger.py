@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ PUBLISHED = Path("trace_output", "published")
 """The records that come with the checkout, or are published into another output folder: a file for each machine."""
 FAKE_DRIVER = "fake"
 """The driver of ``tests/fake_cuda``, which no GPU stands behind: nothing computes, so nothing is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A line that could not be read: it is set aside, and everything else is used."""
-
-    path: Path
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.reason}; the line is set aside"
 
 
 class Ledger:
@@ -59,23 +46,24 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def read(self, having: str = "") -> tuple[list[RunRecord], list[Damaged]]:
-        """Records in the order they were written, and the lines that could not be read.
+    def read(self, having: str = "") -> tuple[list[RunRecord], list[str]]:
+        """Records in the order they were written, and a sentence for each line that could not be read.
 
         Lines without the text ``having`` are passed over. A missing file is an empty ledger. Raises LedgerError for a
         record of another edition.
         """
-        records, damaged = list[RunRecord](), list[Damaged]()
+        records, damaged = list[RunRecord](), list[str]()
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, text in enumerate(lines, 1):
             if not text.strip() or having.encode() not in text:
                 continue
+            place = f"{self.path}, line {number}"
             try:
                 records.append(_record(text))
             except OtherSchemaError as error:
-                raise OtherSchemaError(f"{self.path}, line {number}: {error}") from error
+                raise OtherSchemaError(f"{place}: {error}") from error
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-                damaged.append(Damaged(self.path, number, f"not a record ({error})"))
+                damaged.append(f"{place}: not a record ({error}); the line is set aside")
         return records, damaged
 
 
@@ -122,12 +110,12 @@ def _refuse_fake(machine: Machine) -> None:
         raise LedgerError("a record is of the tests' fake CUDA, which computes nothing: measure on a real GPU")
 
 
-def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[Damaged]]:
+def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[str]]:
     """Records of several ledgers, in order; one that is there again counts once (``distinct``).
 
     Raises LedgerError if a file does not exist, or has lines and none of them is a record.
     """
-    records, damaged = list[RunRecord](), list[Damaged]()
+    records, damaged = list[RunRecord](), list[str]()
     for path in paths:
         if not Path(path).is_file():
             raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")

@@ -63,7 +63,7 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
         ledger.append([later])
         records, damaged = ledger.read()
         assert records == [first, later] if kept > 0 else [first, torn, later], "without its end nothing is lost"
-        assert [d.line for d in damaged] == [2] * (kept > 0)
+        assert ["line 2:" in line for line in damaged] == [True] * (kept > 0)
 
 
 def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     Ledger(path).append([second])
     records, damaged = Ledger(path).read()
     assert records == [first, second]
-    assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
-    assert "fp7" in damaged[-2].reason
-    assert "windows[0].steps is '5': give a whole number" in damaged[-1].reason
+    assert [line.split(":")[0] for line in damaged] == [f"{path}, line {2 + 2 * i}" for i in range(len(lines))]
+    assert "fp7" in damaged[-2]
+    assert "windows[0].steps is '5': give a whole number" in damaged[-1]
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -172,7 +172,7 @@ def test_ledgers_that_cannot_be_used_are_refused_and_others_read_in_order(tmp_pa
         file.write("oops\n")
     records, damaged = read_all([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
     assert records == written
-    assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
+    assert [line.split(":")[0] for line in damaged] == [f"{tmp_path / 'a.jsonl'}, line 3"]
     with pytest.raises(LedgerError, match=r"c\.jsonl"):
         read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
 
@@ -226,7 +226,7 @@ def test_what_a_fake_gpu_says_is_neither_written_nor_read(tmp_path: Path, monkey
         ledger.append([real, fake])
     records, (damaged,) = ledger.read()
     assert records == [real]
-    assert "fake CUDA" in str(damaged)
+    assert "fake CUDA" in damaged
 
 
 REPLACING = """

@@ -8,7 +8,6 @@ from typing import Any
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.ledger import Damaged
 from ddpm_lab.output import say
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 
@@ -168,7 +167,7 @@ def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> l
     return [r for r in records if r.cohort == cohort]
 
 
-def note(damaged: Iterable[Damaged]) -> None:
+def note(damaged: Iterable[str]) -> None:
     """Print a note of each line of a ledger that cannot be read."""
     for line in damaged:
         say(f"note: {line}")
