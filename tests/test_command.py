@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import wait_for
 from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
@@ -251,6 +252,8 @@ def test_stopped_processes_end_with_a_guard_that_is_killed(start: Start, tmp_pat
     group = start(before="import multiprocessing\nmultiprocessing.Process(target=time.sleep, args=[99]).start()")
     window(group, 0, 5)
     assert group._process
+    below = psutil.Process(group._process.pid).children(recursive=True)
+    wait_for(lambda: {process.status() for process in below} == {psutil.STATUS_STOPPED}, 10)  # each when it is its turn
     group._process.kill()
     group._process.wait()
     assert not left(tmp_path)
