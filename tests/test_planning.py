@@ -51,17 +51,10 @@ def base_of(planned: Campaign) -> RunConfig:
 def sets_of(planned: Campaign, count: int) -> list[RunRecord]:
     """Sets of the first family's primary comparison, as this machine and code would have measured them."""
     family = planned.experiment.families[0]
-    found = make.sets(
-        {label: (config, 1.5) for label, config in family.candidates if label == family.primary},
-        baseline=family.baseline,
-        family=family.name,
-        count=count,
-        turns=1,
-        experiment=planned.experiment.name,
-        plan=planned.target.plan,
-        code_version=planned.instrument.code.key,
-    )
-    return make.on(hardware.machine(), found)
+    rows = {label: (config, 1.5) for label, config in family.candidates if label == family.primary}
+    where: dict[str, Any] = {"experiment": planned.experiment.name, "family": family.name}
+    where |= {"plan": planned.target.plan, "code_version": planned.instrument.code.key}
+    return make.on(hardware.machine(), make.sets(rows, baseline=family.baseline, count=count, turns=1, **where))
 
 
 def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:

@@ -49,12 +49,7 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        target: Target,
-        instrument: Instrument,
-        output: Path,
-        on_cores: OnCores = None,
+        self, experiment: Experiment, target: Target, instrument: Instrument, output: Path, on_cores: OnCores = None
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
         self.output, self.progress, self.on_cores = output, instrument.progress, on_cores
@@ -328,15 +323,9 @@ class Campaign:
         compared = [row for row in candidates if row[1].run_id != base.run_id]
         members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
         begun, turns = time.monotonic(), self.lacks.turns(family)
-        records = measure_set(
-            self.instrument,
-            plan=replace(self.target.plan, turns=turns) if turns else self.target.plan,
-            members=members,
-            turns=self._turns,
-            gives_up=not self.held.disturbed,
-            experiment=self.experiment.name,
-            family=family.name,
-        )
+        plan = replace(self.target.plan, turns=turns) if turns else self.target.plan
+        ends, where = not self.held.disturbed, {"experiment": self.experiment.name, "family": family.name}
+        records = measure_set(self.instrument, plan=plan, members=members, turns=self._turns, gives_up=ends, **where)
         self._append(records)
         self.measured_sets += 1
         self.lacks.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))

@@ -187,15 +187,11 @@ def package_version(package: str) -> str:
 
 def machine() -> Machine:
     """The machine as the comparison sees it."""
-    minor = ".".join(package_version("torch").split("+")[0].split(".")[:2])
-    return Machine(
-        cpu=processor(),
-        usable_cores=usable_cores(),
-        gpus=tuple(g.name for g in gpus()),
-        driver=_nvidia()[1] if gpus() else None,
-        torch=minor,
-        python=".".join(platform.python_version_tuple()[:2]),
-    )
+    torch = ".".join(package_version("torch").split("+")[0].split(".")[:2])
+    python = ".".join(platform.python_version_tuple()[:2])
+    cpu, cores, cards = processor(), usable_cores(), tuple(g.name for g in gpus())
+    driver = _nvidia()[1] if cards else None
+    return Machine(cpu=cpu, usable_cores=cores, gpus=cards, driver=driver, torch=torch, python=python)
 
 
 @cache

@@ -213,14 +213,9 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
                 if i == last:
                     wall_seconds += now() - start
                 profiler.step()
-    return {
-        "steps": plan["active"] * plan["repeat"],
-        "wall_seconds": wall_seconds,
-        "schedule": plan,
-        "phases": phases,
-        "operators": _operator_rows(operators, by_device=cuda),
-        "traces": [trace.name],
-    }
+    steps, rows = plan["active"] * plan["repeat"], _operator_rows(operators, by_device=cuda)
+    found = {"steps": steps, "wall_seconds": wall_seconds, "schedule": plan, "phases": phases}
+    return {**found, "operators": rows, "traces": [trace.name]}
 
 
 def _operator_rows(operators: Mapping[str, list[float]], *, by_device: bool) -> list[dict[str, Any]]:

@@ -169,14 +169,9 @@ def instrument_for(output: Path, progress: Progress, seconds: float = math.inf) 
     Raises ConfigError if ``output`` is not writable.
     """
     check_room(output / LEDGER.parent, output / "image_output", ledger=output / LEDGER)
-    return Instrument(
-        code=code_version(),
-        cache=output / "trace_output" / "cache",
-        usable_cores=hardware.usable_cores(),
-        data_name="",
-        limits=Limits.of_own(seconds),
-        progress=progress,
-    )
+    code, cache, cores = code_version(), output / "trace_output" / "cache", hardware.usable_cores()
+    limits = Limits.of_own(seconds)
+    return Instrument(code=code, cache=cache, usable_cores=cores, data_name="", limits=limits, progress=progress)
 
 
 def _experiment(
