@@ -38,18 +38,14 @@ BATCH_SIZES = (16, 32, 64, 128)
 def report(options: argparse.Namespace) -> int:
     from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - needs papermill
 
-    parameters = {name: _literal(value) for name, value in options.parameter or ()}
+    parameters = dict[str, Any](options.parameter or ())
+    for name, value in parameters.items():
+        with suppress(ValueError, SyntaxError):  # as Python writes it, else as it was typed
+            parameters[name] = ast.literal_eval(value)
     parameters |= {"skip_bad": True} if options.skip_bad else {}
     settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
     command = shlex.join(["ddpm-lab", *options.typed])
     return execute(notebooks=options.notebook, parameters=parameters, command=command, **settings).exit_code
-
-
-def _literal(text: str) -> Any:
-    """A parameter's value as Python writes it, else as it was typed."""
-    with suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
-    return text
 
 
 def figures(options: argparse.Namespace) -> int:
