@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image, ImageChops, ImageFilter
 
 from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.explain import selection
@@ -124,8 +124,7 @@ def same_picture(one: bytes, other: bytes) -> bool:
         opened = [Image.open(io.BytesIO(b)) for b in (one, other)]
         if opened[0].size == opened[1].size:
             smooth = [picture.convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for picture in opened]
-            first, second = (np.asarray(picture, dtype=np.int16) for picture in smooth)
-            return int(np.abs(first - second).max()) <= 30
+            return int(np.asarray(ImageChops.difference(*smooth)).max()) <= 30
     return False
 
 
