@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases, quality, stats
@@ -63,8 +64,8 @@ class Finding:
     high: float = math.nan
     noise_low: float = math.nan
     noise_high: float = math.nan
-    quality: str
-    way_out: str
+    quality: str = f"quality {QUALITY}"
+    way_out: str = ""
 
     @property
     def claim(self) -> str:
@@ -80,42 +81,29 @@ class Finding:
         return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}" if self.sets else phrases.DASH
 
 
-def plain(
-    study: Study,
-    headline: str,
-    status: str,
-    *notes: str,
-    evidence: str = "",
-    verdict: str = "",
-    quality: str = f"quality {QUALITY}",
-    way_out: str = "",
-) -> Finding:
-    """A finding about no comparison; empty notes are dropped, and the ``verdict`` is usually the status."""
+def plain(study: Study, headline: str, status: str, *notes: str, **known: Any) -> Finding:
+    """A finding, whose verdict is its status unless it is ``known`` with other values; empty notes are dropped."""
     return Finding(
         experiment=study.experiment,
         question=study.experiment,
         headline=headline,
-        evidence=evidence.strip(),
-        notes=tuple(filter(None, map(str.strip, notes))),
-        verdict=verdict or status,
         status=status,
+        notes=tuple(filter(None, map(str.strip, notes))),
         hardware=study.hardware,
         date=study.date,
         published=study.published,
-        quality=quality,
-        way_out=way_out,
+        **{"verdict": status, **known},
     )
 
 
 def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
+    """A finding about a comparison, whose values it takes."""
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
     headline = headline if headline.startswith(as_written) else phrases.begun(headline)
-    status, judged = ANSWERED if row.answered else row.verdict, f"quality {row.quality}"
-    evidence = evidence or evidence_of(row)
-    found = plain(study, headline, status, *notes, evidence=evidence, verdict=row.verdict, quality=judged)
-    ratio, (noise_low, noise_high) = row.ratio, row.noise.ends
-    found = replace(found, sets=row.sets, noise_low=noise_low, noise_high=noise_high)
-    return replace(found, ratio=ratio.value, low=ratio.low, high=ratio.high)
+    known = {"verdict": row.verdict, "quality": f"quality {row.quality}", "evidence": evidence or evidence_of(row)}
+    ends = dict(zip(("low", "high", "noise_low", "noise_high"), (*row.ratio.ends, *row.noise.ends), strict=True))
+    status = ANSWERED if row.answered else row.verdict
+    return plain(study, headline, status, *notes, sets=row.sets, ratio=row.ratio.value, **known, **ends)
 
 
 def compared(
