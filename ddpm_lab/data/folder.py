@@ -55,23 +55,20 @@ def list_images(folder: Path) -> list[ImageFile]:
     ``lost+found`` are left out: they hold no images of the set. Raises DataError (no folder, or one that cannot be
     read) or OSError.
     """
-    found: list[ImageFile] = []
-    visited: set[tuple[int, int]] = set()
+    found, visited = list[ImageFile](), set[str]()
     waiting = [(str(folder), "")]
     try:
         while waiting:
             path, prefix = waiting.pop()
-            status = os.stat(path)  # noqa: PTH116 - plain strings halve the time on 50,000 files
-            identity = (status.st_dev, status.st_ino)
-            if identity in visited:
+            if (place := os.path.realpath(path)) in visited:
                 continue
-            visited.add(identity)
+            visited.add(place)
             with os.scandir(path) as entries:
                 for entry in entries:
                     if entry.name.startswith(".") or entry.name in ("__MACOSX", "lost+found"):
                         continue
                     # One that leads nowhere is listed too, and found damaged when it is decoded.
-                    lost = entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110
+                    lost = entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 - strings are faster
                     if entry.name.lower().endswith(SUFFIXES) and (lost or entry.is_file()):
                         status = entry.stat(follow_symlinks=not lost)
                         found.append(ImageFile(prefix + entry.name, status.st_size, status.st_mtime_ns))
