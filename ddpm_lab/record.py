@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -77,10 +77,8 @@ class Machine:
     def name(self) -> str:
         """A short name for people: what computes, and how many cores stand beside it."""
         cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
-        if not self.gpus:
-            return printable(f"{self.cpu}, {cores}, no GPU")
-        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in sorted(set(self.gpus)))
-        return printable(f"{counted}, {self.cpu}, {cores}")
+        gpus = " + ".join(f"{count} x {name}" for name, count in sorted(Counter(self.gpus).items()))
+        return printable(f"{gpus}, {self.cpu}, {cores}" if gpus else f"{self.cpu}, {cores}, no GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

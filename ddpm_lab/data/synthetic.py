@@ -17,8 +17,6 @@ BLOCK_IMAGES = 100
 DISCS = 3
 SEED = 20_210_218
 
-Array = npt.NDArray[np.float64]
-
 
 def generate(count: int, image_size: int = 32) -> npt.NDArray[np.uint8]:
     """Return ``count`` images, uint8 (count, S, S, 3); image ``i`` is the same in every set, whatever ``count``.
@@ -39,12 +37,8 @@ def _block(number: int, image_size: int) -> npt.NDArray[np.uint8]:
 
     # A colour at each corner, blended bilinearly.
     weights = ((1 - y) * (1 - x), (1 - y) * x, y * (1 - x), y * x)
-    channels: list[Array] = []
-    for _ in range(3):
-        blend: Array = np.zeros((BLOCK_IMAGES, image_size, image_size))
-        for weight in weights:
-            blend = blend + next(draws) * weight
-        channels.append(blend)
+    black: npt.NDArray[np.float64] = np.zeros((BLOCK_IMAGES, image_size, image_size))
+    channels = [sum((next(draws) * weight for weight in weights), black) for _ in range(3)]
 
     # Stripes: a triangle wave along a random direction, visible on two thirds of the images.
     direction_x, direction_y = 2 * next(draws) - 1, 2 * next(draws) - 1
@@ -61,8 +55,8 @@ def _block(number: int, image_size: int) -> npt.NDArray[np.uint8]:
         opacity = edge * (0.6 + 0.4 * next(draws))
         channels = [channel + opacity * (next(draws) - channel) for channel in channels]
 
-    stacked = np.stack(channels, axis=-1)
-    return np.clip(np.rint(255 * stacked), 0, 255).astype(np.uint8)
+    pixels: npt.NDArray[np.uint8] = np.clip(np.rint(255 * np.stack(channels, axis=-1)), 0, 255).astype(np.uint8)
+    return pixels
 
 
 def write_folder(folder: Path, image_size: int, progress: Progress | None) -> None:
