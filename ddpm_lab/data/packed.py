@@ -384,8 +384,7 @@ def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progres
     """Decode, split and write a prepared folder. Raises DataError for damaged files."""
     array, sources, skipped = _decode(job, dest / IMAGES, sources, progress)
     held_out_indices, unused_indices = split(array, len(sources[0][1]) if job.held_out else None)
-    within = {folder: folder.relative_to(dest) if folder.is_relative_to(dest) else folder for folder, _ in sources}
-    parts = [{"root": str(within[folder]), "files": files} for folder, files in sources]
+    parts = [{"root": str(folder).removeprefix(f"{dest}/"), "files": files} for folder, files in sources]
     manifest = Manifest(
         schema=SCHEMA,
         kind=job.kind,
