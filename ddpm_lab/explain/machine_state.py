@@ -51,11 +51,9 @@ def moments(study: Study) -> list[Moment]:
 def unknown(study: Study) -> str:
     """Return a sentence if the records lack the load of other processes; else an empty text."""
     windows = [m.window for m in moments(study)]
-    if any(w.others_cores is None for w in windows):
-        return "CPU use by other processes is unknown."
-    if any(w.state.get("gpu_others", 0) is None for w in windows):
-        return "GPU use by other processes is unknown."
-    return ""
+    gpu = "GPU" * any(w.state.get("gpu_others", 0) is None for w in windows)
+    what = "CPU" if any(w.others_cores is None for w in windows) else gpu
+    return f"{what} use by other processes is unknown." if what else ""
 
 
 def warnings(study: Study) -> tuple[str, ...]:
