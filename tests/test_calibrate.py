@@ -1,5 +1,7 @@
 """The instrument's own check: what it measures and refuses, and what it says of planted records."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ddpm_lab.measure import campaign, hardware
 from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import calibrate as module
-from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration
+from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, lines
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.training.pieces import Pieces
 
@@ -110,3 +112,12 @@ def test_a_planted_step_does_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         workload.step(None)
     assert len(calls) == 2 * 105
     assert workload.witness() == {"pieces": 105, "images": 2}
+
+
+def test_nothing_is_made_up_of_few_sets() -> None:
+    for records in (calibrated(), calibrated(count=1), calibrated(1.0, twin=1.1)):
+        found = judged(records)
+        assert not re.search("nan|inf", "\n".join(lines(found)))
+        assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["sets"] == found.slower.sets
+    assert set(judged(calibrated(count=1)).resolvable.values()) == {None}
+    assert calibration(calibrated()[:2]) is None

@@ -14,6 +14,7 @@ from ddpm_lab import compare
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import stats
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
@@ -255,3 +256,19 @@ def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
         said, why = first_losses(sides(baseline=base, candidate=other, twin=twin))
         assert said == verdict
         assert words in why
+
+
+def test_sets_under_two_names_of_one_side_are_one_comparison(tmp_path: Path) -> None:
+    """Such as HEAD and main, or a file of settings that was renamed: a gate would see a part of them."""
+    pair = (RunConfig(threads=1), RunConfig(threads=1, precision="bf16"))
+    for number, names in enumerate((("HEAD", "tree"), ("main", "tree"))):
+        planned = plan_pair(pair, names, output=tmp_path, quiet=True, code=code_version())
+        named = {"baseline_label": names[0], "family": " against ".join(names[::-1]), "experiment": "compare"}
+        made = make.sets({"tree": (pair[1], 0.9)}, baseline=pair[0], count=3, seed=number, **named)  # type: ignore[arg-type]
+        made = [dataclasses.replace(r, set_id=f"{names[0]}-{r.set_id}") for r in made]
+        made = [dataclasses.replace(r, code_version=planned.cohort[1]) for r in make.on(hardware.machine(), made)]
+        Ledger(tmp_path / LEDGER).append(made)
+    rows = comparisons(study_of(planned.renewed()))
+    assert [(r.family, r.label, r.sets) for r in rows] == [
+        ("tree against main", label, 6) for label in ("main", "main again", "tree")
+    ]

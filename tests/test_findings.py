@@ -16,7 +16,7 @@ from scaled_records import exchanged
 from setups import setup
 
 from ddpm_lab.config import OWN, RunConfig
-from ddpm_lab.explain import findings, show, stats
+from ddpm_lab.explain import findings, phrases, show, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
@@ -266,3 +266,21 @@ def test_levers_are_shown_apart_and_other_networks_as_families() -> None:
     assert len(answer(both).figure().axes) == len(families)
     alone = answer(peer_records.study(*(r for r in both.records if r.family.endswith(LEVERS)))).finding
     assert (alone.status, alone.verdict) == ("answered", "slower"), "asked for alone, the levers are the answer"
+
+
+def test_a_headline_says_how_much_faster_or_slower() -> None:
+    exact: dict[str, Any] = {"set_noise": 0.0, "turn_noise": 1e-4}
+    for ratio, headline in (
+        (0.74, "bf16 is 26 % slower than fp32"),
+        (2.3, "bf16 is 2.3 times as fast as fp32"),
+        (120.0, "bf16 is 120 times as fast as fp32"),
+        (0.004, "bf16 is 0.0040 times as fast as fp32"),
+        (1.0, "bf16 is as fast as fp32, within 3 %"),
+    ):
+        assert findings.headline_of(row(ratio, **exact)) == headline
+        assert findings.headline_of(row(ratio, replace(BASE, threads=1), **exact)) == f"{headline} on 1 core"
+    wide = row(1.0, set_noise=0.04)
+    assert all(phrases.difference(end) in findings.headline_of(wide) for end in wide.ratio.ends)
+    assert "(3)" in findings.headline_of(row(1.6, count=3))
+    found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
+    assert answer(make.study(found)).finding.headline.startswith("mine is"), "as its owner wrote it"

@@ -218,3 +218,12 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
     assert {p.name: p.value for p in found.parts} == pytest.approx(expected, abs=room)
     assert found["loss"].value == pytest.approx(sum(expected.values()), abs=2 * room)
     assert abs(found["interaction"].value) < 2 * room
+
+
+def test_a_slower_rank_is_named_with_its_excess() -> None:
+    seconds = noisy(np.random.default_rng(0), 6, 16)
+    seconds[:, 12] *= 1.1
+    found = ranked(seconds, RunConfig(world_size=16, global_batch_size=16))
+    assert np.mean(excess_shares(found)) == pytest.approx(1 - 1 / 1.1, abs=NOISE)
+    assert np.isnan(excess_shares(found[:1])).all(), "no other set to say which it is"
+    assert (slowest_rank(found), slowest_rank(found[:3])) == ("rank 12", ""), "a claim needs four sets"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import records as make
+from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state as ms
@@ -55,3 +56,19 @@ def test_fewer_cores_than_the_machine_has_are_told(others: float | None, taken: 
     assert "1 of 2 cores" in told
     assert ("other processes" in told) == taken
     assert ms.warnings(replace(study, records=(*study.records, *make.sets({}, seed=1)))) == (), "all cores answered too"
+
+
+def test_a_gpu_is_told_with_units() -> None:
+    records = peaks(ranks("cuda"), peak_memory_bytes=3 << 30, peak_reserved_bytes=4 << 30, peak_rss_bytes=2 << 30)
+    card = {"ranks": [{"device_total_bytes": 80 << 30}]}
+    study = make.study([replace(r, witness=card) for r in make.with_state(records, **make.GPU_STATE)])
+    expected = {
+        "GPU utilisation": "96 % on average",
+        "GPU clock": "1,900 MHz on average",
+        "Lowest GPU clock": "1,755 MHz",
+        "GPU temperature": "at most 66 \N{DEGREE SIGN}C",
+        "Power of a group's GPUs": "400 W on average",
+        "Peak memory of a rank, 1 rank": "3.0 GiB allocated, 4.0 GiB reserved: 5 % of the card, 76.0 GiB headroom",
+    }
+    assert rows(study).items() >= expected.items()
+    assert set(column(answer(study).table(), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"

@@ -197,3 +197,13 @@ def test_machines_are_never_mixed() -> None:
         selection.study(both, "amp", machine="example")
     with pytest.raises(LedgerError, match="'cray' is not in the records"):
         selection.study(both, "amp", machine="cray")
+
+
+def test_run_ids_select_what_a_call_asked_for() -> None:
+    records = make.sets({"bf16": (BF16, 1.5), "seed 1": (RunConfig(seed=1), 1.0)})
+    common = {"role": "note", "set_id": "", "status": "left out", "baseline_id": RunConfig().run_id}
+    earlier = make.record(RunConfig(seed=1), label="seed 1", reason="of an earlier call", **common)
+    general = make.record(RunConfig(), label="fp16", reason="needs a CUDA device", **common)
+    found = selection.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
+    assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16", "fp16"}
+    assert selection.study(records, "amp", run_ids=[BF16.run_id]).records == ()

@@ -282,3 +282,14 @@ def test_a_window_comes_after_what_workers_prefetched_meanwhile(
         with pytest.raises(GroupFailed):
             seat.window(turn, 0, 4)
     assert settled == settles
+
+
+def test_windows_outlast_what_loader_workers_hold_ready() -> None:
+    def steps_of(prefetch_batches: int) -> int:
+        config = SimpleNamespace(global_batch_size=8)
+        how: dict[str, Any] = {"failure": None, "warm_step_seconds": 0.5, "config": config, "member": "it"}
+        seat: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
+        of: Any = SimpleNamespace(seats=[seat], plan=Plan())
+        return sets._Set._steps(of)["it"]  # type: ignore[index]
+
+    assert list(map(steps_of, (0, 1, 2, 4, 16))) == [1, 1, 4, 8, 32]
