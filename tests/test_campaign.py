@@ -178,7 +178,7 @@ def test_what_fails_its_gradient_check_is_measured_and_not_trained(lab: Lab) -> 
 def test_trials_are_made_seed_after_seed_as_far_as_the_time_allows_whichever_question_asks(lab: Lab) -> None:
     """A trial is forecast to take 25 s by the speed of the set, which takes 40 s; then 7 s, and it takes 10 s."""
     asked = dataclasses.replace(quality(HERE, seeds=5, images=800, candidates=["bf16", "2 micro-batches"]), checks=())
-    lab.qualities = {t.config.run_id: {} for t in asked.trials}
+    lab.qualities = {t.config.run_id: {"fid": None} for t in asked.trials}  # a reader takes it
     lab.failures = {next(t for t in asked.trials if t.label == "bf16").config.run_id: "diverged"}
     lab.run(asked, sets=1, exact=True, seconds=97)
     assert [label for _, label in lab.alone] == ["fp32", "bf16", "2 micro-batches", "fp32"]

@@ -134,7 +134,7 @@ class Held:
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:
         """Whether a trial is here, and with it the FID that is asked for."""
-        found = [(r.quality or {}).get("fid", {}) for r in self.completed("quality", run_id=run_id)]
+        found = [(r.quality or {}).get("fid") or {} for r in self.completed("quality", run_id=run_id)]
         said = [(one["inception_sha256"], one["images"]) for one in found if "fid" in one]
         return bool(found) if fid is None else (fid.sha256, fid.images) in said
 
