@@ -167,4 +167,7 @@ def test_what_differs_between_two_runs(call: Call, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(settings_text({"world_size": 2, "train": {"steps": 2}}))
     found = json.loads(call("summary", one, tmp_path / "own.toml", "--json")[1])
     assert found["differences"] == {"world_size": [1, 2]}
+    for sides in ((one, tmp_path / "own.toml"), (one, two, "--json")):
+        code, _, err = call("summary", *sides, "--csv", tmp_path / "t.csv")
+        assert (code, "--csv" in err) == (2, True), "no table is made of these"
     assert json.loads(call("summary", one, one, "--json")[1])["differences"] == {}
