@@ -361,13 +361,20 @@ def test_shared_memory_of_a_killed_script_is_removed(start: Start, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_processes_that_train_apart_are_refused(start: Start, tmp_path: Path) -> None:
-    """One of them would be measured while the others sleep."""
-    group = start(before="os.fork()")
+@pytest.mark.parametrize("how", [{"before": "os.fork()"}, {"after": "if i == 20: os.fork()"}])
+def test_processes_that_train_apart_are_refused(how: dict[str, str], start: Start, tmp_path: Path) -> None:
+    """One of them would be measured while the others sleep, or both would answer in one's name."""
+    group = start(**how)
     with pytest.raises(GroupFailed, match="several of its processes make steps"):
         [window(group, 0, 20) for _ in range(10_000)]
     group.kill()
     assert not left(tmp_path)
+
+
+def test_whoever_says_what_no_script_says_is_not_heard(start: Start) -> None:
+    told = r"(s := socket.socket(socket.AF_UNIX)).connect(os.environ['DDPM_LAB_TURNS'] + '/turns')"
+    group = start(before=rf"import socket; {told}; s.sendall(b'\0\0\0\5hello')")
+    assert len(window(group, 0, 3)["step_ends"]) == 3
 
 
 @pytest.mark.parametrize(

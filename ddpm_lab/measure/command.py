@@ -76,7 +76,7 @@ class _Peer:
             if self._link.poll():
                 said = parsed(self._link.recv_bytes())
                 self._heard = time.monotonic()
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # or it is none of ours
             self.ending = Ending("crashed", "ended", "", time.monotonic())
         self.report = said or self.report
         return bool(said)

@@ -44,6 +44,7 @@ class Turns:
         self.autocast: set[str] = set()
         self.devices: list[int] = []  # GPUs
         self.link: Any = None
+        self.pid = 0  # of the process whose link it is
 
     def after(self, optimizer: Any, *_: Any) -> None:
         """Called by torch after each step of any optimizer."""
@@ -53,7 +54,7 @@ class Turns:
         if optimizer is not self.taken or _within_its_own_step(optimizer):
             return
         self.steps += 1
-        if self.link is None:
+        if self.pid != os.getpid():  # a copy of this process, too, is one that makes steps
             self._greet()
             self._obey()
         elif self.settle:
@@ -96,6 +97,7 @@ class Turns:
 
         self._find_devices()
         self._synchronize()
+        self.pid = os.getpid()
         try:
             self.link = Client(str(Path(FOLDER, "turns")))
         except OSError:  # nobody is there any more
