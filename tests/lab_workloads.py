@@ -109,6 +109,10 @@ class Busy(Planted):
                 raise Unsupported("no C++ compiler: install g++")
             case "kill parent":
                 os.kill(os.getppid(), signal.SIGKILL)
+            case "stop parent":
+                os.kill(os.getppid(), signal.SIGSTOP)
+            case "fork":
+                os.fork()
             case "exit":
                 os._exit(3)
             case "leave":

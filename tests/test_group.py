@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from conftest import BUSY, alive, busy_config, code_of, wait_for
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import group as group_module
+from ddpm_lab.measure.code_version import PACKAGE
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.others import tree_seconds
-from ddpm_lab.measure.process import Life, sweep
+from ddpm_lab.measure.process import Life, LocalRank, sweep
 from ddpm_lab.measure.witness import mismatches
 
 MODULES = code_of(BUSY).modules
@@ -170,6 +172,37 @@ def test_who_kills_the_process_that_starts_ranks_is_blamed_and_others_go_on() ->
                 wait_for(lambda: not alive(pids), 5)  # noqa: B023 - it is called at once
 
 
+def test_the_process_that_starts_ranks_goes_on_where_one_of_them_has_stopped_it() -> None:
+    for fault in ("stop parent", ""):
+        with group(busy_config(fault=fault, fault_step=1)) as g:
+            g.window(settle=0, steps=3, limit=30, stage="testing")
+            g.finish()
+
+
+def test_a_copy_of_a_rank_does_not_answer_in_its_place() -> None:
+    with group(busy_config(fault="fork")) as g, pytest.raises(GroupFailed, match="both processes make its steps"):
+        [g.window(settle=0, steps=3, limit=30, stage="testing") for _ in range(5)]
+
+
+def test_a_group_is_seen_off_again_where_a_signal_came_before_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_off = LocalRank.close
+
+    def interrupted(rank: LocalRank) -> None:
+        seen_off(rank)
+        if rank.job.rank:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    g = group(busy_config(2))
+    pids = g.pids
+    monkeypatch.setattr(LocalRank, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        g.kill()
+    g.kill()
+    assert alive(pids) == []
+    assert not g.folder.exists()
+
+
 def test_ranks_that_exchange_nothing_are_no_training_on_several() -> None:
     config = busy_config(2, alone=True)
     with group(config) as g:
@@ -266,6 +299,32 @@ def test_folders_of_killed_parents_are_swept_and_all_others_stay(
     lives.communicate()
     sweep()
     assert not used.exists()
+
+
+@pytest.mark.slow
+def test_ranks_are_of_the_lab_that_measures_where_another_one_is_installed(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "ddpm_lab", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "ddpm_lab").symlink_to(PACKAGE)
+    (tmp_path / "mine.py").write_text("""
+import os, sys
+def where():
+    said = sys.modules["ddpm_lab.measure.rank"].__file__, os.environ["PYTHONPATH"]
+    while True:
+        yield print(*said, file=open("said", "w"))
+""")
+    code = """if True:
+        from ddpm_lab.config import RunConfig
+        from ddpm_lab.measure.group import Group
+        with Group(RunConfig(workload="mine:where"), threads=1) as g:
+            g.window(settle=0, steps=1, limit=60, stage="testing")
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=120, check=True)
+    assert (tmp_path / "said").read_text().split() == [
+        str(tmp_path / "ddpm_lab" / "measure" / "rank.py"),
+        environment["PYTHONPATH"],
+    ]
 
 
 # --- what a killed process leaves ------------------------------------------------------------------------------------

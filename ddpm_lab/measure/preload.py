@@ -9,9 +9,9 @@ import sys
 import warnings
 from importlib import import_module
 
-from ddpm_lab.measure.code_version import PACKAGE, loaded
+from ddpm_lab.measure.code_version import PACKAGE, is_library, loaded
 from ddpm_lab.measure.guard import PR_SET_PDEATHSIG, adopt, end_below, prctl
-from ddpm_lab.measure.process import SAFE_PATH, sweep
+from ddpm_lab.measure.process import PYTHON_PATH, SAFE_PATH, sweep
 
 MODULES = (  # which start no thread and touch no device
     *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
@@ -26,6 +26,8 @@ prctl(PR_SET_PDEATHSIG, 0)
 
 if os.environ.get(SAFE_PATH) == PACKAGE.name:
     del os.environ[SAFE_PATH]  # programs that ranks start are the user's
+if not is_library(str(PACKAGE)):
+    os.environ[PYTHON_PATH] = os.environ[PYTHON_PATH].partition(os.pathsep)[2]  # so is their path
 loaded()  # which folders hold libraries is remembered
 gc.collect()
 gc.freeze()

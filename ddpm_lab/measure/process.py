@@ -54,6 +54,9 @@ the cores. It must be in the environment before torch is imported, and it is the
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a file numpy.py of the working folder from the fork server, which would import it as the library."""
 
+PYTHON_PATH = "PYTHONPATH"
+"""Begins, for the fork server, with the folder of this lab: another checkout may be the one that is installed."""
+
 WORKER_TOLD_SECONDS = 0.5  # in which the signal of a loader worker's death comes after what broke by it
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
@@ -342,6 +345,13 @@ def server_died() -> bool:
     return before is not None and _seen != before
 
 
+def _wake_server() -> None:
+    """Have the fork server go on where a rank has stopped it: it would start nothing, and this process would wait."""
+    if pid := _server._forkserver_pid:
+        with contextlib.suppress(ProcessLookupError):  # not yet waited for by anybody else, so that it is this one
+            os.kill(pid, signal.SIGCONT)
+
+
 def _lives(pid: int) -> bool:
     """Whether a process lives; nobody but the kernel knows where the fork server, its parent, was killed."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -357,7 +367,8 @@ def end_all() -> None:
     if pid := _server._forkserver_pid:
         end_below(pid)
         os.kill(pid, signal.SIGKILL)  # not yet waited for, so that it is this one
-        _server._stop()
+        with contextlib.suppress(FileNotFoundError):  # somebody's code has removed the folder with its socket
+            _server._stop()
         _seen = None
     if _home:
         shutil.rmtree(_home[0], ignore_errors=True)
@@ -377,6 +388,9 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     main, here = sys.modules["__main__"], sys.path
     spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
     spin |= {} if SAFE_PATH in os.environ else {SAFE_PATH: PACKAGE.name}
+    told = os.environ.get(PYTHON_PATH)
+    if not is_library(str(PACKAGE)):
+        spin[PYTHON_PATH] = os.pathsep.join(filter(None, (str(PACKAGE.parent), told)))
     sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
     os.environ.update(spin)
     forkserver.connect_to_new_process = _server.connect_to_new_process
@@ -388,6 +402,7 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
         sys.modules["__main__"], sys.path = main, here
         for name in spin:
             del os.environ[name]
+        os.environ.update({} if told is None else {PYTHON_PATH: told})
 
 
 class LocalRank:
@@ -411,6 +426,7 @@ class LocalRank:
         self._process: Any = context.Process(target=rank_main, **how)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
+                _wake_server()
                 self._process.start()
             self.leader = psutil.Process(self._process.pid)
             self.pid = self.leader.pid
@@ -481,8 +497,10 @@ class LocalRank:
                 self.leader.kill()
 
     def close(self) -> None:
-        """See the killed rank off, and whatever it had started."""
-        self._process.join(10)
+        """See the killed rank off, and whatever it had started; once more where a signal came before the end."""
+        _wake_server()  # which tells of the end
+        with contextlib.suppress(ValueError):
+            self._process.join(10)
         # The leader is gone; what it started may still stand in its process group, or below the fork server.
         kill_group(self.leader)
         _ranks.discard(self.pid)

@@ -48,7 +48,7 @@ class Rank:
 
     def __init__(self, job: RankJob, commands: Connection, beat: Heartbeat) -> None:
         self.job, self.commands, self.beat = job, commands, beat
-        self.barriers = 0
+        self.barriers, self.pid = 0, os.getpid()
 
     def serve(self) -> None:
         """Build, say so, and obey until the parent says finish or closes the pipe."""
@@ -66,7 +66,10 @@ class Rank:
             hook.Turns.stepping = self.beat.steps > 0
 
     def _answer(self, report: dict[str, Any]) -> None:
-        """Say that the command is done, and sleep until the next one."""
+        """Say that the command is done, and sleep until the next one. Raises RuntimeError in a copy of the rank."""
+        if os.getpid() != self.pid:
+            source = self.job.config.sources[-1]
+            raise RuntimeError(f"{source} forks, and both processes make its steps: end the new one by os._exit")
         self.beat.mark("asleep")
         self.commands.send_bytes(json.dumps({"report": report}).encode())
 
