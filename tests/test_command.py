@@ -280,14 +280,32 @@ optimizer.step = step
     assert list(steps_made(tmp_path).values()) == [6]
 
 
-@pytest.mark.slow
-def test_ranks_of_torchrun_make_the_same_steps_and_none_is_left(start: Start, tmp_path: Path) -> None:
-    before = """
+TORCHRUN = {
+    "before": """
 torch.distributed.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(net)
-"""
-    run = "{python} -m torch.distributed.run --standalone --nproc-per-node 2 train.py"
-    group = start(before=before, run=run)
+""",
+    "run": "{python} -m torch.distributed.run --standalone --nproc-per-node 2 train.py",
+}
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_that_sleep_end_with_the_group_though_the_guard_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    """Each is in a session of its own, and was stopped."""
+    group = start(**TORCHRUN)
+    window(group, 0, 3)
+    assert group._process
+    group._process.kill()
+    group._process.wait()
+    group.kill()
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_make_the_same_steps_and_none_is_left(start: Start, tmp_path: Path) -> None:
+    group = start(**TORCHRUN)
     report = window(group, 1, 3)
     assert list(steps_made(tmp_path).values()) == [4, 4]
     assert len(report["step_ends"]) == 3

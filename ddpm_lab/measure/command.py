@@ -268,6 +268,7 @@ class CommandGroup(Group):
         """Kill every process of the command, and remove the folder."""
         if self._process is not None:
             end_guarded(self._process)
+            self._paused.kill()
             self._process = None
         for peer in self._strangers:
             peer.close()

@@ -76,8 +76,8 @@ class Paused:
         What tidies up shared memory goes on.
         """
         _each(psutil.Process.suspend, self._stopped)
-        found = list[psutil.Process]()
-        _each(lambda head: found.extend((head, *head.children(recursive=True))), heads)
+        found = dict.fromkeys(filter(psutil.Process.is_running, self._stopped))  # who has lost its parent, too, goes on
+        _each(lambda head: found.update(dict.fromkeys((head, *head.children(recursive=True)))), heads)
         self._stopped = []
         _each(lambda process: process.resume() if tidies(process) else self._stopped.append(process), found)
         _each(psutil.Process.suspend, self._stopped)
@@ -85,6 +85,10 @@ class Paused:
     def resume(self) -> None:
         """Let them go on, children before their parents."""
         _each(psutil.Process.resume, self._stopped[::-1])
+
+    def kill(self) -> None:
+        """Kill those that are left, as of a guard that was killed."""
+        _each(psutil.Process.kill, self._stopped)
 
 
 def _each(action: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
