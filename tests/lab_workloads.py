@@ -107,10 +107,8 @@ class Busy(Planted):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             case "unsupported":
                 raise Unsupported("no C++ compiler: install g++")
-            case "kill parent":
-                os.kill(os.getppid(), signal.SIGKILL)
-            case "stop parent":
-                os.kill(os.getppid(), signal.SIGSTOP)
+            case "kill parent" | "stop parent" as what:
+                os.kill(os.getppid(), signal.SIGKILL if "kill" in what else signal.SIGSTOP)
             case "fork":
                 os.fork()
             case "exit":
