@@ -251,6 +251,8 @@ multiprocessing.Process(target=load, args=ahead[1:], daemon=True).start()
 def test_stopped_processes_end_with_a_guard_that_is_killed(start: Start, tmp_path: Path) -> None:
     group = start(before="import multiprocessing\nmultiprocessing.Process(target=time.sleep, args=[99]).start()")
     window(group, 0, 5)
+    while any(process.status() != psutil.STATUS_STOPPED for process in group._paused._stopped):
+        time.sleep(0.01)  # a signal that was sent has not yet arrived
     assert group._process
     below = psutil.Process(group._process.pid).children(recursive=True)
     wait_for(lambda: {process.status() for process in below} == {psutil.STATUS_STOPPED}, 10)  # each when it is its turn
