@@ -72,6 +72,8 @@ def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
     ):
         assert process._ending_by(error).status == "oom"
     assert process._ending_by(RuntimeError("CUDA error: an illegal memory access was encountered")).status == "crashed"
+    mute = type("Mute", (Exception,), {"__str__": lambda _: 1 / 0})
+    assert process._ending_by(mute()).message == "Mute"
 
 
 def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:

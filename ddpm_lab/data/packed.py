@@ -232,10 +232,10 @@ def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None =
         kind, path = "synthetic", Path(SYNTHETIC)
     else:
         path = expanded(source).absolute()
-        kind = "archive" if archives.is_archive(path) and not path.is_dir() else "folder"
+        kind = "archive" if archives.is_archive(path) and path.is_file() else "folder"
         if not path.exists():
             raise DataError(f"no such data: {path}; give a folder of images, an archive, or 'synthetic'")
-        if kind == "folder" and path.is_file():
+        if kind == "folder" and not path.is_dir():
             what = f"neither a folder nor an archive ({', '.join(archives.ARCHIVE_SUFFIXES)})"
             raise DataError(f"{path} is {what}; give the folder that holds the images")
         if is_prepared(path):

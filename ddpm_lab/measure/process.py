@@ -210,7 +210,9 @@ class Ending(NamedTuple):
 
 def _ending_by(error: BaseException) -> Ending:
     """What a rank says of its failure: type and text, and in brackets the last line of the user's own code."""
-    name, said, detail = type(error).__name__, str(error), "".join(traceback.format_exception(error))
+    name, said, detail = type(error).__name__, "", "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):  # in whose class somebody has written this
+        said = str(error)
     if isinstance(error, Unsupported):
         return Ending("unsupported", said, detail, time.monotonic())
     text = said
