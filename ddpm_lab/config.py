@@ -132,6 +132,8 @@ LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
 """Settings that change no bit of the weights that are learned, and their values where only that matters."""
+LATER = ("mirror",)
+"""Settings that came after the first published records: at its default no record holds one, as those do not."""
 
 
 @dataclass(frozen=True, kw_only=True)

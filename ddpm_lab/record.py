@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import HOOKS, PRECISIONS, TRIAL_OPTIONS, RunConfig
+from ddpm_lab.config import HOOKS, LATER, PRECISIONS, TRIAL_OPTIONS, RunConfig
 from ddpm_lab.declared import Entries, Opt, reader
 from ddpm_lab.output import printable
 from ddpm_lab.plan import Plan
@@ -314,9 +314,8 @@ class RunRecord:
         return self.environment.date
 
     def as_dict(self) -> dict[str, Any]:
-        config = self.config.as_dict()
-        if config["mirror"]:  # as it always was before it was a setting: records of then stay what they are
-            del config["mirror"]
+        config, chosen = self.config.as_dict(), self.config.chosen
+        config = {name: value for name, value in config.items() if name in chosen or name not in LATER}
         return {**dataclasses.asdict(self), "config": config, "run_id": self.run_id}
 
     @classmethod
