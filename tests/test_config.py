@@ -132,6 +132,25 @@ def test_a_refusal_names_the_value_the_place_and_the_remedy(
     assert refusal.value._render_traceback_() == [f"ConfigError: {sentence}"], "what a notebook shows"
 
 
+TAKEN_BY_OWN = {
+    *("purpose", "workload", "device", "world_size", "nodes", "global_batch_size", "precision", "compile"),
+    *("compile_mode", "channels_last", "freed_memory", "loader", "loader_workers", "optimizer", "exchange", "seed"),
+    *("oversubscribe", "threads", "revision", "options"),
+    *("data", "data_sha256", "network", "image_size", "diffusion"),  # which it brings itself
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_setting_that_a_training_of_the_users_does_not_take_is_refused_there(name: str) -> None:
+    """A label would tell of it, and no witness of such a training says otherwise."""
+    own = dataclasses.replace(START, workload=OWN, **NEEDS.get(name, {}))
+    if name in TAKEN_BY_OWN:
+        dataclasses.replace(own, **{name: OTHER[name]})
+    else:
+        with pytest.raises(ConfigError, match=rf"^{name} of "):
+            dataclasses.replace(own, **{name: OTHER[name]})
+
+
 def test_a_table_with_what_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'batch_size'.*global_batch_size"):
         RunConfig.from_dict({"batch_size": 32})
