@@ -236,12 +236,13 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a question declares of itself, so that it needs no entry anywhere else.
+    """What a question declares of itself.
 
     Its name is that of its ``file``, a notebook or figures, without the number. It asks by the function of that name
     and answers by ``answer``. ``trains`` says whether its configurations can be trained for their quality too, ``long``
     whether it takes too long to be measured beside others, ``plan`` how a set is measured where that is not as the
-    preset says, and ``asked`` whether ``ddpm-lab run`` measures it.
+    preset says, and ``asked`` whether ``ddpm-lab run`` measures it. Elsewhere stand the words of its headlines and
+    commands (``explain/findings.py``), and whether a user's training can be asked (``training/setting.py``).
     """
 
     title: str

@@ -1,7 +1,8 @@
 """Findings and tables say what the records hold, and no more."""
 
+import inspect
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.plan import LEVERS, OURS
 from ddpm_lab.questions import peers
-from ddpm_lab.questions.ask import answer, ask
+from ddpm_lab.questions.ask import answer, ask, questions
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -199,6 +200,14 @@ def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so()
         assert found.headline.endswith(f"than fp32{end}")
 
 
+def asked_otherwise() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every question whose command names its comparison, with each option that several have at another value."""
+    others = {"global_batch_size": 48, "precision": "bf16", "world_size": 2, "world_sizes": [2]}
+    for name in sorted(questions().keys() - {"bottleneck", "claims", "peers", "profile", "quality"}):
+        taken = inspect.signature(questions()[name]).parameters
+        yield from ((name, "quick", {option: value}) for option, value in others.items() if option in taken)
+
+
 @pytest.mark.parametrize(
     ("name", "preset", "grid"),
     [
@@ -211,6 +220,7 @@ def test_on_a_machine_with_gpus_an_answer_is_theirs_and_one_of_the_cpu_says_so()
         ("torch_compile", "full", {}),
         ("workers", "full", {"precisions": ["bf16"]}),
         ("workers", "quick", {"worker_counts": [1, 2]}),
+        *asked_otherwise(),
     ],
 )
 def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(

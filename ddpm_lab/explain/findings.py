@@ -374,7 +374,7 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
 
 
 def _options(row: Comparison) -> list[str]:
-    """The options with which a question measures this comparison."""
+    """The options with which a question measures this comparison; one that is not named here would be left out."""
     base, its, name = row.baseline, row.config, row.experiment
     batches = {base.global_batch_size, its.global_batch_size} if name == "batch_size" else {base.global_batch_size}
     ranks = its.world_size * (its.world_size > 1)
