@@ -47,7 +47,7 @@ def amp(
 
 
 def answer(study: Study) -> Answer:
-    """Compare the speed of each format with the baseline's."""
+    """Compare the speed of each format with the baseline's; bars of times are a further view."""
     times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
     found = compared(study, own=lambda first: beside_tf32(study, first))
     return speeds(study, found, views=(times,))
