@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``compare`` is loaded when it is asked for, out of sight of the code version: no rank runs anything of it."""
+    """Import a name of ``__all__`` on first use, which keeps it out of the code version: no rank runs any of it."""
     if name in __all__:
         return getattr(importlib.import_module("ddpm_lab.questions.comparison"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

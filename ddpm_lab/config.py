@@ -1,6 +1,6 @@
-"""What to run: frozen configurations that validate themselves.
+"""Configurations of a training run: frozen dataclasses that validate themselves.
 
-Nothing here imports torch, so that the half of the lab that explains results can read configurations on any laptop.
+This module does not import torch, so results can be explained on a computer without it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE, COMPILE_MODES = ("off", "regional", "whole"), ("default", "reduce-overhead", "max-autotune")
 LOADERS = ("packed", "files", "resident", "still")
-"""``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
+"""``still`` returns its first batch at every step, which removes the cost of loading; it cannot train a network."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
-"""Names of the networks, and what the image size must be a multiple of."""
+"""Names of the networks, each with the number that the image size must be a multiple of."""
 SEED_FAMILY = ("seed", "s000")
 LOSSES = ("l1", "l2")
 HOOKS = ("none", "bf16", "fp16")
@@ -31,32 +31,33 @@ _PCIE = (
     "NCCL_NET_GDR_LEVEL=0 NCCL_BUFFSIZE=33554432 NCCL_NTHREADS=64 NCCL_MAX_NCHANNELS=8 NCCL_MIN_NCHANNELS=4"
 )
 NCCL: dict[str, dict[str, str]] = {"default": {}, "pcie": dict(v.split("=") for v in _PCIE.split())}
-"""Environments of NCCL by name. ``pcie`` was published for GPUs on PCIe alone: it turns peer-to-peer off, which is
-harmful with NVLink. Two values are not as published: a bare "Tree" would leave broadcasts and gathers, which know only
-rings, without an algorithm, and NCCL takes multiples of 32 threads from 64 on (for 16 it takes its maximum)."""
+"""Environment variables for NCCL, by name. ``pcie`` was published for GPUs connected only by PCIe: it disables
+peer-to-peer transfers, which is harmful with NVLink. Two values differ from those published: "Tree" alone would leave
+broadcasts and gathers, which support only rings, without an algorithm, and NCCL needs a multiple of 32 threads that is
+at least 64 (given 16, it uses its maximum)."""
 
 DDPM = "ddpm_lab.training.train:ddpm"
 LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
 OWN = "ddpm_lab.training.own:own"
 OWN_LOADER = "ddpm_lab.training.own:loader_alone"
-"""The workloads that run a training of the user's; their option ``make`` names it as module:function."""
+"""The workloads that run the user's own training; their option ``make`` names it as module:function."""
 OBSERVED_OPTIONS = ("parameters", "samples", "sample")
-"""Options that say what the user's function returned when it was called first: the same each time it is called."""
-TRIAL_OPTIONS = ("images", "draws")  # options of a trial; all others say which training of the user's it is
+"""Options that record what the user's function returned on its first call; later calls must return the same."""
+TRIAL_OPTIONS = ("images", "draws")  # options of a trial; all others identify the user's training
 OWN_CHOICES: dict[str, Any] = {
     **{"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)},
     **{"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed"), "mirror": (True,)},
 }
-"""What a training of the user's can be set to, where that is less than the lab's own can."""
+"""Allowed values for the user's own training, of settings for which the lab's own trainer allows more."""
 TRAINING = "ddpm_lab.training.training:training"
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
 COMMAND = "ddpm_lab.measure.command:command"
-"""Stands for a command line, the option ``command``, and names no function. ``as_is`` leaves its environment alone,
-``optimizer`` is the class whose steps are counted."""
+"""The workload of a command line, which is in the option ``command``; this is not the name of a function. The option
+``as_is`` leaves the command's environment unchanged, and ``optimizer`` is the class whose steps are counted."""
 
 
 def digest(value: object) -> str:
-    """Twelve hexadecimal digits of the hash of ``value`` as canonical JSON."""
+    """Return the first twelve hexadecimal digits of the SHA-256 of ``value`` as canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
@@ -80,9 +81,9 @@ class DiffusionConfig:
 class OptimizerConfig:
     """Adam, gradient clipping and the exponential moving average (EMA) of the weights.
 
-    ``adam`` and ``ema`` are computed in one kernel for all weights (fused), one for each operation (foreach), or weight
-    by weight (loop), to the same result. With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n) while that is
-    less than ``ema_decay``, so that the average soon forgets the initial weights (tf.train.ExponentialMovingAverage).
+    ``adam`` and ``ema`` choose the implementation: one kernel for all weights (fused), one kernel per operation
+    (foreach), or weight by weight (loop); the results are equal. With ``ema_warmup`` the n-th update decays by
+    min((1 + n) / (10 + n), ema_decay), so the initial weights soon stop counting (tf.train.ExponentialMovingAverage).
     """
 
     learning_rate: Annotated[float, Opt("learning rate of Adam", above=0)] = 2e-4
@@ -98,18 +99,18 @@ class OptimizerConfig:
         validate(self, "optimizer.")
 
     def decay_at(self, update: int) -> float:
-        """The decay of the averages at their n-th update, counted from 1."""
+        """Return the decay of the averages at update number ``update``, counted from 1."""
         return min(self.ema_decay, (1 + update) / (10 + update)) if self.ema_warmup else self.ema_decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeConfig:
-    """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
+    """How DistributedDataParallel exchanges gradients. With a single rank, all settings must be at their defaults.
 
-    ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
-    that every step uses the same weights. ``hook`` rounds what is sent to two bytes a value, and adds it up so, which
-    changes what is learned. Without ``enabled`` nothing is exchanged: every rank trains a network of its own, which
-    shows what the exchange costs and is no training.
+    ``bucket_view`` stores gradients in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
+    that every step uses the same weights. ``hook`` rounds gradients to two bytes per value before they are sent and
+    added up, which changes what is learned. With ``enabled`` false, nothing is exchanged and each rank trains its own
+    network; this measures the cost of the exchange and gives no useful training.
     """
 
     enabled: bool = True
@@ -128,27 +129,28 @@ class ExchangeConfig:
 
 
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256", "mirror")
-"""Settings that decide what is learned, beside the optimizer's."""
+"""Settings that determine what is learned, in addition to the optimizer's."""
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
-"""Settings that change no bit of the weights that are learned, and their values where only that matters."""
+"""Settings that do not change the learned weights at all, with the values to use where only the weights matter."""
 LATER = ("mirror",)
 """Settings that came after the first published records: at its default no record holds one, as those do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One configuration of a training run, complete: two runs with equal ``run_id`` do the same work.
+    """The complete configuration of a training run: two runs with equal ``run_id`` do the same work.
 
-    ``global_batch_size`` counts the images of one optimizer step over all ranks, which take them in ``accumulation``
-    micro-batches; the ranks are spread evenly over ``nodes`` hosts. ``data`` is the folder of the images with
-    ``data_sha256``, which is no part of the run id. ``implementation`` "plain" is the network as its paper's code is
-    usually written, in NCHW and einsum; ``kernels`` "fused" computes its blocks as is fastest on a CPU, such as
-    normalisation and what follows it in one pass. ``freed_memory`` "kept" keeps what a step frees for the next one,
-    where the C library by default gives large blocks back (CPU only). ``attention_axis`` is over what the seed family's
-    middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would. With
-    ``oversubscribe`` there are more ranks than cores, or GPUs, which they share by gloo. ``revision`` is the commit
-    whose sources run; none is the code as it lies here. ``options`` are those of a workload other than the lab's own.
+    ``global_batch_size`` is the number of images in one optimizer step over all ranks, which process them in
+    ``accumulation`` micro-batches; the ranks are spread evenly over ``nodes`` hosts. ``data`` is the folder of the
+    images, whose content hash is ``data_sha256``; the folder is not part of the run id. ``implementation`` "plain" is
+    the network as the paper's code is usually written, with NCHW and einsum; ``kernels`` "fused" uses kernels written
+    for the CPU, for example a normalisation and the operations after it in one pass. ``freed_memory`` "kept" reuses the
+    memory that a step frees, where the C library would return large blocks to the system (CPU only). ``attention_axis``
+    is the axis that the middle attention of the seed family normalises. ``read_loss`` makes every step wait for its
+    loss, as printing it would. With ``oversubscribe`` there are more ranks than cores or GPUs, and gloo lets them share
+    these. ``revision`` is the commit whose code runs, or empty for the working tree. ``options`` are for workloads
+    other than the lab's own.
     """
 
     purpose: Annotated[str, Opt(choices=("timing", "profile", "quality", "check"))] = "timing"
@@ -195,7 +197,7 @@ class RunConfig:
             raise ConfigError(sentence)
 
     def _impossible(self) -> Iterator[str]:
-        """What cannot be run, in sentences."""
+        """Yield a sentence for each reason why this configuration cannot run."""
         module, _, function = self.workload.partition(":")
         ranks, nodes, multiple = self.world_size, self.nodes, NETWORKS[self.network]
         shared = ranks * self.accumulation
@@ -224,7 +226,7 @@ class RunConfig:
                 yield f"{name} of {self.work_name} is {value!r}: choose one of {', '.join(map(str, able))}"
 
     def _without_effect(self) -> Iterator[str]:
-        """Settings that would change nothing in this configuration, in sentences."""
+        """Yield a sentence for each setting that would have no effect in this configuration."""
         gpu, plain, fused = self.device == "cuda", self.implementation == "plain", self.kernels == "fused"
         if self.compile_mode != "default" and (self.compile == "off" or not gpu):
             needs = "needs a compiled step on a CUDA device; leave it at default"
@@ -251,22 +253,22 @@ class RunConfig:
 
     @property
     def is_own(self) -> bool:
-        """Whether a training of the user's is run."""
+        """Whether the user's own training runs."""
         return self.workload in (OWN, OWN_LOADER)
 
     @property
     def command(self) -> str:
-        """The command line that is measured, for those of the workload COMMAND; else empty."""
+        """The command line that is measured if the workload is COMMAND, else an empty string."""
         return str(self.option("command", "")) if self.workload == COMMAND else ""
 
     @property
     def work_name(self) -> str:
-        """What is trained, for people: the network, or the user's workload as module:function."""
+        """A readable name of what is trained: the network, or the user's workload as module:function."""
         return str(self.option("make", self.workload)) if self.is_own else self.network
 
     @property
     def own_options(self) -> tuple[tuple[str, Any], ...]:
-        """The options that say which training of the user's it is; none of the lab's own trainer."""
+        """The options that identify the user's own training; empty for the lab's own trainer."""
         return tuple((k, v) for k, v in self.options if k not in TRIAL_OPTIONS) if self.is_own else ()
 
     @property
@@ -276,29 +278,29 @@ class RunConfig:
 
     @property
     def rank_batch_size(self) -> int:
-        """Images of one optimizer step on one rank."""
+        """Number of images in one optimizer step on one rank."""
         return self.global_batch_size // self.world_size
 
     def rank_threads(self, usable_cores: int) -> int:
-        """Compute threads of a rank on hosts with so many usable cores each."""
+        """Return the number of compute threads of a rank, on hosts with ``usable_cores`` each."""
         return self.threads or max(1, usable_cores // self.node_size)
 
     @property
     def node_size(self) -> int:
-        """Ranks on one host."""
+        """Number of ranks on each host."""
         return self.world_size // self.nodes
 
     @cached_property
     def run_id(self) -> str:
         """Twelve hexadecimal digits that identify the work: a hash of ``chosen`` without ``data``.
 
-        Defaults are no part of it, so that a field that comes later leaves the ids of earlier records as they are.
+        Defaults are not hashed, so adding a field does not change the ids of earlier records.
         """
         return digest({name: value for name, value in self.chosen.items() if name != "data"})
 
     @cached_property
     def chosen(self) -> dict[str, Any]:
-        """Plain values of all that is not at its default."""
+        """The settings that are not at their defaults, as plain values."""
         values, usual = self.as_dict(), _usual()
         for part, _ in PARTS:
             values[part] = {k: v for k, v in values[part].items() if v != usual[part][k]}
@@ -306,11 +308,11 @@ class RunConfig:
         return {k: v for k, v in values.items() if (v if k in parts else v != usual[k])}
 
     def option(self, name: str, default: Any) -> Any:
-        """The workload's own setting ``name``."""
+        """Return the workload's own setting ``name``, or ``default`` if it is not set."""
         return dict(self.options).get(name, default)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return all settings as plain values, ready for JSON."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name, kind in PARTS:
             values[name] = {f.name: getattr(values[name], f.name) for f in dataclasses.fields(kind)}
@@ -320,7 +322,7 @@ class RunConfig:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Plain values by name, those of a part as ``optimizer.learning_rate``."""
+        """All settings as plain values by name; nested ones have names such as ``optimizer.learning_rate``."""
         found: dict[str, Any] = {}
         for name, value in self.as_dict().items():
             found |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -328,21 +330,21 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Rebuild a configuration; raises ConfigError for a name that does not exist."""
+        """Rebuild a configuration from ``as_dict``. Raises ConfigError for an unknown name."""
         known("a configuration", values, cls)
         return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process by name, without defaults: the lab may be of another revision there, with others."""
+        """Pickle settings by name and without defaults: another process may run a revision with other defaults."""
         return RunConfig.from_dict, (self.chosen,)
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""
+        """Return the settings that differ, as {name: (own value, other's value)}; ``data`` is ignored."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}
 
 
 @cache
 def _usual() -> dict[str, Any]:
-    """Every setting at its default."""
+    """Return every setting at its default value."""
     return RunConfig().as_dict()

@@ -1,4 +1,4 @@
-"""The append-only JSONL file that keeps records: one line is what one configuration did in one set."""
+"""The ledger, an append-only JSONL file of records: each line is the result of one configuration in one set."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ddpm_lab.output import printable
 from ddpm_lab.record import LedgerError, Machine, OtherSchemaError, RunRecord
 
 PUBLISHED = Path("trace_output", "published")
-"""The records that come with the checkout, or are published into another output folder: a file for each machine."""
+"""The folder of published records, in the checkout or in another output folder, with one file per machine."""
 FAKE_DRIVER = "fake"
-"""The driver of ``tests/fake_cuda``, which no GPU stands behind: nothing computes, so nothing is measured."""
+"""The driver name of ``tests/fake_cuda``, which simulates a GPU without computing: its records are never stored."""
 
 
 class Ledger:
-    """An append-only JSONL file of records; writers take a lock, so two runs may share it."""
+    """An append-only JSONL file of records. Writers lock it, so several runs may share it."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
     def append(self, records: Iterable[RunRecord]) -> None:
-        """Append records together: all their lines in one locked write, flushed to disk.
+        """Append records in a single locked write and flush them to disk.
 
-        Raises LedgerError if the file cannot be written, or a record is of a fake GPU.
+        Raises LedgerError if the file cannot be written, or if a record comes from a fake GPU.
         """
         records = list(records)
         for record in records:
@@ -39,7 +39,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
                 lock(file)
-                # A writer killed in the middle leaves a torn last line: end it, so that only that line is lost.
+                # A writer killed midway leaves an incomplete last line: end it, so that only that line is lost.
                 if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                     lines = b"\n" + lines
                 file.write(lines)
@@ -47,10 +47,10 @@ class Ledger:
                 os.fsync(file.fileno())
 
     def read(self, having: str = "") -> tuple[list[RunRecord], list[str]]:
-        """Records in the order they were written, and a sentence for each line that could not be read.
+        """Return the records in the order they were written, and a sentence for each line that could not be read.
 
-        Lines without the text ``having`` are passed over. A missing file is an empty ledger. Raises LedgerError for a
-        record of another edition.
+        Lines that do not contain ``having`` are skipped. A missing file is an empty ledger. Raises OtherSchemaError for
+        a record written by another version of the lab.
         """
         records, damaged = list[RunRecord](), list[str]()
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
@@ -69,16 +69,16 @@ class Ledger:
 
 @lru_cache(maxsize=2**15)
 def _record(text: bytes) -> RunRecord:
-    """The record in a line; a command reads its ledger many times, and each line once."""
+    """Return the record in a line. Cached, because a command reads its ledger many times."""
     record = RunRecord.from_dict(_values(text))
     _refuse_fake(record.machine)
     return record
 
 
 def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Records without those that are there again, as in a ledger and what was published of it: the first one stays.
+    """Return the records without duplicates, such as a record and its published copy; the first of each is kept.
 
-    Names of files and hosts, which are left out of what is published, tell no record from others.
+    File and host names are not compared, because published records do not contain them.
     """
     first: dict[tuple[object, ...], RunRecord] = {}
     for r in records:
@@ -88,16 +88,16 @@ def distinct(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _values(text: bytes) -> dict[str, Any]:
-    """The values of a record; texts that are shown are made printable, and those that identify something stay."""
+    """Return the values of a record, with the strings that are shown made printable; identifiers are not changed."""
     values: dict[str, Any] = parsed(text)
-    if text.isascii() and b"\\" not in text:  # no other character can be in it, and most records are many numbers
+    if text.isascii() and b"\\" not in text:  # all characters are printable, as in most records
         return values
     shown = {name: with_texts(v, printable) for name, v in values.items() if name not in ("config", "environment")}
     return {**values, **shown}
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Values of JSON with each text changed, names in tables too."""
+    """Return a JSON value with ``change`` applied to every string, keys of objects included."""
     if isinstance(value, dict):
         return {change(name): with_texts(v, change) for name, v in value.items()}
     if isinstance(value, list):
@@ -111,9 +111,9 @@ def _refuse_fake(machine: Machine) -> None:
 
 
 def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[str]]:
-    """Records of several ledgers, in order; one that is there again counts once (``distinct``).
+    """Return the ``distinct`` records of several ledgers, in order, and a sentence for each unreadable line.
 
-    Raises LedgerError if a file does not exist, or has lines and none of them is a record.
+    Raises LedgerError if a file does not exist, or if it has lines but no records.
     """
     records, damaged = list[RunRecord](), list[str]()
     for path in paths:
@@ -129,9 +129,9 @@ def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[str]]:
 
 
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:
-    """The trials of every machine whose records are published: what they say of quality holds elsewhere too.
+    """Return the published trials of all machines: their results on quality apply to other machines too.
 
-    Told by their text, since most of these megabytes are windows of other records.
+    Lines are filtered by their text before they are parsed, since trials are a small part of these large files.
     """
     files = sorted((output / PUBLISHED).glob("*.jsonl"))
     return tuple(trial for file in files for trial in Ledger(file).read('"role":"quality"')[0])

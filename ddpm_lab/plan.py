@@ -1,4 +1,4 @@
-"""How much is measured: the plan of a set, the presets, and the families that make up an experiment."""
+"""What is measured, and how much of it: plans, presets, and the families of configurations in an experiment."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.declared import Opt, validate
 
-USUAL_TURNS = 12  # of a set whose turns are not computed yet
-LEAST_SETS = 4  # with fewer sets a ratio is shown and no verdict is given
-RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
-MOST_CANDIDATES = 5  # in one set of a family whose candidates are compared one by one
+USUAL_TURNS = 12  # assumed for a set until its number of turns is computed
+LEAST_SETS = 4  # with fewer sets the ratio is shown without a verdict
+RESOLUTION = 0.03  # default of the smallest relative difference that a comparison should detect
+MOST_CANDIDATES = 5  # per set, in a family whose candidates are compared one by one
 PRIMARY, OTHERS = STAGES = "primary", "others"
-"""The stages of a question: its primary comparison first, then all others with the time that is left."""
+"""The stages of a question: first its primary comparison, then all others in the remaining time."""
 BATCH = "batch"
-Cell = tuple[int, ...]  # one value of each setting, by its place; the baseline is all zeros
+Cell = tuple[int, ...]  # for each setting, the index of its value; the baseline is all zeros
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How one set is measured.
 
-    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least twice
-    what they prefetch. A set has ``turns`` turns; 0 computes them before the first set of a comparison from what its
-    start and its turns cost, and every further set has as many.
+    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers, at least
+    twice the number of prefetched batches. ``turns`` is the number of turns in a set; 0 computes it in the first set of
+    a comparison, from the time that starting up and one turn take, and keeps it for all later sets.
     """
 
     turns: Annotated[int, Opt(least=0)] = 0
@@ -46,13 +46,13 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
-        """Hash that says which sets may be pooled; their number of turns is fixed for each comparison instead."""
+        """Hash of all fields except ``turns``: sets with equal keys may be pooled."""
         return digest({k: v for k, v in dataclasses.asdict(self).items() if k != "turns"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """How much is run: sets per comparison, the plan of a set, cold compiles, and the budget of all notebooks."""
+    """How much is run: sets per comparison, the plan of a set, cold compiles, and a time budget for all notebooks."""
 
     sets: int
     plan: Plan
@@ -68,13 +68,13 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset called ``name``; raises ConfigError for another."""
+    """Return the preset called ``name``. Raises ConfigError if there is none."""
     choice("preset", name, PRESETS)
     return PRESETS[name]
 
 
 def usual_network(device: str, question: str = "") -> str:
-    """The network that a question measures where none is named."""
+    """Return the network that a question measures by default."""
     return "tiny" if device == "cpu" and question != "peers" else "seed"
 
 
@@ -82,12 +82,12 @@ def usual_network(device: str, question: str = "") -> str:
 class Family:
     """Configurations that are compared with one baseline, in the same sets.
 
-    ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
-    shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
-    fits into memory, up to this one, is searched first, and larger candidates are left out. ``together`` puts all
-    candidates into each set, however many they are: what is computed from several of them needs them side by side.
-    ``primary`` is the label of the candidate that the question's answer is about: the definition of the question fixes
-    it, and it is measured before all others, in sets of its own.
+    ``candidates`` are in order of importance: if time is short, the last ones are dropped first. A family that only
+    shows that a mechanism works (``mechanism``) needs one set. If ``search_up_to`` is not 0, the largest global batch
+    size up to it that fits into memory is searched first, and larger candidates are dropped. ``together`` puts all
+    candidates into each set, whatever their number, for results that are computed from several of them. ``primary`` is
+    the label of the candidate that the question's answer is about. It is fixed before anything is measured, and
+    measured before all others, in its own sets.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Family:
 
     @property
     def at_once(self) -> int:
-        """The most candidates in one set."""
+        """Maximum number of candidates in one set."""
         return max(1, len(self.candidates)) if self.together else MOST_CANDIDATES
 
 
 def by_stage(families: Sequence[Family]) -> tuple[list[Family], list[Family]]:
-    """The primary comparisons, and all others; of a question without a primary comparison everything is primary."""
+    """Return the primary comparisons and all others, as families; without a primary candidate, all are primary."""
     first, rest = [], []
     for f in families:
         mine = tuple(row for row in f.candidates if row[0] == f.primary or (f.primary and f.together))
@@ -118,9 +118,9 @@ def by_stage(families: Sequence[Family]) -> tuple[list[Family], list[Family]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fid:
-    """A FID that is asked for: of how many images, and the Inception's file of weights with its SHA-256.
+    """A requested FID: the number of images, and the file of the Inception weights with its SHA-256.
 
-    It changes nothing of what is trained, and so it is no part of a configuration.
+    It does not affect training, so it is not part of a configuration.
     """
 
     inception: str
@@ -130,10 +130,10 @@ class Fid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed.
+    """A training run with one seed, whose quality is compared with that of the baseline trained with the same seed.
 
-    ``timed`` is the configuration of the family whose quality it tells: a trial of what the sets leave out is none.
-    The ``fid`` of its averaged weights is measured if one is asked for.
+    ``timed`` is the configuration of the family whose quality the trial measures; the trial is skipped if that
+    configuration is not timed. ``fid`` is the FID to compute from the averaged weights, if any.
     """
 
     family: str
@@ -145,7 +145,7 @@ class Trial:
 
 
 class Value(NamedTuple):
-    """A value of a setting: its short name for a command line, its name for people, and what it changes."""
+    """A value of a setting: its short name on the command line, its readable name, and the fields that it changes."""
 
     key: str
     label: str
@@ -154,10 +154,10 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
+    """A search space: for each setting its values, the baseline's first, and what was left out with the reason.
 
-    ``guess`` is what is thought to be fast, and tried first; ``only`` are values that settings were held to.
-    Which values there are is the choice of the ``preset``.
+    ``guess`` is the combination that is expected to be fast and tried first; ``only`` lists the settings that were
+    restricted, with their allowed values. ``preset`` determines which values there are.
     """
 
     baseline: RunConfig
@@ -173,7 +173,7 @@ class Space:
 
     @cached_property
     def cells(self) -> dict[Cell, RunConfig]:
-        """Every combination that is a configuration of its own: what excludes itself is not there."""
+        """All combinations that give distinct, valid configurations."""
         found: dict[RunConfig, Cell] = {}
         for cell in product(*(range(len(values)) for values in self.settings.values())):
             changes: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class Space:
         return [values[i] for values, i in zip(self.settings.values(), cell, strict=True)]
 
     def changed(self, cell: Cell, since: Cell | None = None) -> str:
-        """Return what a cell has that another, or the baseline, has not: "bf16, 2 ranks"."""
+        """Return the labels of a cell's values that differ from ``since`` or the baseline, such as "bf16, 2 ranks"."""
         pairs = zip(self.values(cell), cell, since or self.start, strict=True)
         return ", ".join(value.label for value, mine, others in pairs if mine != others)
 
@@ -199,7 +199,7 @@ class Space:
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
-        """The space of a record."""
+        """Rebuild a space from ``as_dict``."""
         return cls(
             baseline=baseline,
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
@@ -212,19 +212,19 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One question: families of configurations, and what was left out of them before any measuring, with reasons.
+    """What one question measures: families of configurations, and what was left out in advance, with reasons.
 
-    A search has a ``space`` that its one family's candidates are all combinations of.
+    A search has a ``space``; the candidates of its only family are all combinations of the space's values.
     """
 
     name: str
     families: tuple[Family, ...]
     left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
-    profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
+    profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration); their times are not used
     trials: tuple[Trial, ...] = ()
-    checks: tuple[Trial, ...] = ()  # of loss and gradient, or wrong ways to measure: they come first and take seconds
+    checks: tuple[Trial, ...] = ()  # of loss and gradient, or wrong ways to measure: they run first and take seconds
     space: Space | None = None
-    asked: RunConfig | None = None  # what the question was asked of, where nothing of it can be measured
+    asked: RunConfig | None = None  # the configuration in question, if nothing of it can be measured
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
@@ -236,13 +236,14 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a question declares of itself.
+    """The declaration of a question, in its module.
 
-    Its name is that of its ``file``, a notebook or figures, without the number. It asks by the function of that name
-    and answers by ``answer``. ``trains`` says whether its configurations can be trained for their quality too, ``long``
-    whether it takes too long to be measured beside others, ``plan`` how a set is measured where that is not as the
-    preset says, and ``asked`` whether ``ddpm-lab run`` measures it. Elsewhere stand the words of its headlines and
-    commands (``explain/findings.py``), and whether a user's training can be asked (``training/setting.py``).
+    Its name is that of its ``file``, a notebook or figure, without the number. The function of that name in the module
+    returns its experiment, and ``answer`` its answer. ``trains`` says whether its configurations can also be trained
+    for quality, and ``long`` whether it takes too long to be measured along with others. ``plan`` overrides the
+    preset's plan of a set, and ``asked`` says whether ``ddpm-lab run`` measures it. Elsewhere stand the words of its
+    headlines and commands (``explain/findings.py``), and whether a user's training can be asked
+    (``training/setting.py``).
     """
 
     title: str
@@ -254,40 +255,40 @@ class Question:
 
     @property
     def name(self) -> str:
-        """Such as "amp" of 03_amp."""
+        """The file without its number, such as "amp" for 03_amp."""
         return self.file.lstrip("0123456789_")
 
 
 NOT_TRAINED = "not trained"
-"""Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
+"""Start of the note on a configuration that is not trained for quality because its gradient check failed."""
 SEARCH, RECOMMENDATION, START = "search", "recommendation", "baseline"
-"""Short sets of a search, the sets that measure its winner again, and the label of the plain step it sets out from."""
-WHOLE_QUESTION = "the whole question"  # label of what is left out where nothing of a question can be asked
+"""The experiments that search and that measure the winner again, and the label of the search's plain first step."""
+WHOLE_QUESTION = "the whole question"  # label of what was left out if nothing of a question can be measured
 
-# Names in the experiment "peers" that the questions write and the explaining half reads.
+# Names in the experiment "peers", written by the package ``questions`` and read by ``explain``.
 OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", " and channels_last", ", compiled"
 LEVERS = ", one lever at a time"
 FLASH_ATTENTION = "flash_attention"  # an option of the trainer that has it
 ATTENTION = ("cudnn", "flash", "mem_efficient", "math")
-"""Torch's kernels of softmax attention on a GPU; the option "attention" leaves it one alone."""
+"""Torch's kernels for softmax attention on a GPU; the option "attention" allows only one of them."""
 FUSED_PARTS = (
     *("group norm", "layer norm", "linear attention", "upsampling", "time layers"),
     *("weights' gradient", "attention products"),
 )
-"""What kernels 'fused' joins or replaces, the last two in bf16 alone; the option "without" leaves one out."""
+"""What kernels 'fused' combines or replaces, the last two only in bf16; the option "without" excludes one."""
 
-# Families of the experiment "multi_gpu": a name without any of these is strong scaling.
+# Families of the experiment "multi_gpu": names that contain neither WEAK nor LOST are strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK, LOST = ", weak scaling", ", lost scaling"
 
-# Configurations from whose differences the lost scaling is computed, beside one of all ranks, such as "2 ranks".
+# Configurations that the lost scaling is computed from, in addition to one of all ranks, such as "2 ranks".
 NO_EXCHANGE, READY_BATCHES, ALL_OFF = "no exchange", "ready batches", "all of these off"
 ONE_RANK, ONE_OFF = "one rank", "one rank, all of these off"
 ONE_SMALL, ONE_SMALL_THREADS = "one rank, batch of a rank", "one rank, batch and threads of a rank"
 
 
 def scaling(family: str) -> str | None:
-    """Which scaling a family of the experiment "multi_gpu" shows: strong or weak; None if it asks something else."""
+    """Return "strong" or "weak" for a family of the experiment "multi_gpu"; None if it measures neither."""
     if LOST in family:
         return None
     return "weak" if WEAK in family else "strong"

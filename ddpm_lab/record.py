@@ -1,4 +1,4 @@
-"""What happened: raw records. Everything the lab says is derived from them when they are read."""
+"""Raw records of what was measured. All results are computed from them when they are read."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ ROLES = (
     *("note", "space", "look"),
 )
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
-TRIED = ("steps", "losses", "held_out", "weights_sha256")  # what the quality of a trial that went well says
+TRIED = ("steps", "losses", "held_out", "weights_sha256")  # required in ``quality`` of a successful trial
 MOST_COMBINATIONS, LONGEST_NAME, A_DAY = 20_000, 200_000, 86_400
-"""Limits of what a record may hold; a clock may be a day fast. Otherwise the latest records are the ones that count."""
+"""Limits on a record. Its date may be up to a day ahead, for fast clocks; a later date would outrank all others."""
 LASTING = ("diverged", "refused")
-"""Failures that another try on the same machine and code would meet again.
+"""Failures that are permanent for the same machine and code.
 
-What is unsupported can be installed, memory that was missing may have been another process's, and a thread that never
-sleeps may be one that a variable of the environment turns off.
+Others may pass: what is unsupported can be installed, another process may have used the missing memory, and an
+environment variable may turn off a thread that never sleeps.
 """
-HOST_THREADS = 2  # cores that a rank on a GPU wants: one launches the kernels of a step forwards, one backwards
+HOST_THREADS = 2  # cores that a rank on a GPU needs: one launches the kernels of the forward pass, one the backward's
 CROWDED_CORES = 0.25
-"""A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
+"""A turn is crowded if its ranks' threads and other processes together need this many more cores than there are."""
 CROWDED_SHARE = 0.2
 """A set with more than this share of its measured time in crowded turns does not count, and is measured again."""
-BUSY_GPU_PERCENT = 10.0  # share of a GPU's time that other processes may take before a turn on it is crowded
+BUSY_GPU_PERCENT = 10.0  # share of a GPU's time that other processes may use before a turn on it is crowded
 
 
 class LedgerError(LabError):
-    """A ledger that cannot be used, in one sentence."""
+    """A ledger cannot be used."""
 
 
 class OtherSchemaError(LedgerError):
-    """A record that another edition of the lab wrote."""
+    """A record was written by another version of the lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
+    """The properties of a machine that must be equal for two records to be compared. Its host name need not be."""
 
     cpu: str
     usable_cores: Annotated[int, Opt(least=1)]
@@ -75,7 +75,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """A short name for people: what computes, and how many cores stand beside it."""
+        """A short readable name: the GPUs if any, the CPU, and the number of usable cores."""
         cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
         gpus = " + ".join(f"{count} x {name}" for name, count in sorted(Counter(self.gpus).items()))
         return printable(f"{gpus}, {self.cpu}, {cores}" if gpus else f"{self.cpu}, {cores}, no GPU")
@@ -83,7 +83,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where and when a record was measured; None is unknown, never a guess."""
+    """Where and when a record was measured. None means unknown."""
 
     machine: Machine
     hostname: str | None
@@ -103,7 +103,7 @@ class Environment:
 
 
 def moment(date: object) -> float:
-    """Seconds since 1970 of a date in ISO 8601. Raises ValueError for what is none."""
+    """Return seconds since 1970 for an ISO 8601 date with a UTC offset. Raises ValueError for anything else."""
     found = datetime.fromisoformat(str(date))
     if found.utcoffset() is None or str(date)[:10] != found.date().isoformat():
         raise ValueError(f"date is {date!r}: give ISO 8601 with the offset from UTC")
@@ -114,9 +114,10 @@ def moment(date: object) -> float:
 class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
-    A step ends when its slowest rank ends it. ``data_seconds`` is each rank's wait for data, ``others_cores`` how many
-    cores other processes kept busy. ``state`` is what the machine did, by the names of ``others.Watch``, and the
-    memory of the largest rank at the end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
+    A step ends when its slowest rank finishes it. ``data_seconds`` is the time each rank waited for data, and
+    ``others_cores`` the number of cores that other processes kept busy. ``state`` is the state of the machine, with the
+    names of ``others.Watch``, and the largest memory of any rank at the end of the window (``rss_bytes``, on a GPU also
+    ``allocated_bytes`` and ``reserved_bytes``).
     """
 
     turn: Count
@@ -134,16 +135,16 @@ class Window:
 
     @property
     def seconds_per_image(self) -> float:
-        """Wall seconds for each image; NaN for a window without images."""
+        """Wall time per image in seconds; NaN for a window without images."""
         return self.seconds / self.images if self.images > 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank reports of itself; None is unknown, or does not exist.
+    """The summary of one rank; None means unknown or not applicable.
 
-    ``peak_memory_bytes`` and ``peak_reserved_bytes`` are torch's on the GPU. ``peak_rss_bytes`` is the most host memory
-    of the rank's own process, shared libraries included (0.3 GiB with torch alone), loader workers not.
+    ``peak_memory_bytes`` and ``peak_reserved_bytes`` are torch's values for the GPU. ``peak_rss_bytes`` is the peak of
+    host memory of the rank's own process, with shared libraries (0.3 GiB for torch alone) but without loader workers.
     """
 
     rank: Count
@@ -158,12 +159,12 @@ class RankRecord:
     indices_sha256: str
 
 
-# What is read of the parts of a record, which may hold anything besides.
+# The parts of a record that are read; they may contain other entries, too.
 
 Seconds = Annotated[tuple[float, ...], Opt(above=0, below=1e15)]
 Phases = dict[str, Amount]
 
-# Where a rank ran, what a user's training offers, what a compiler counted.
+# Where a rank ran, what the user's training provides, and the compiler's counters.
 _RANK = Entries(
     **dict.fromkeys(("rank", "threads", "parameters"), Count),
     **dict.fromkeys(("compiled_frames", "graphs", "graph_breaks", "recompiles"), Count),
@@ -177,9 +178,9 @@ _RANK = Entries(
     offers=tuple[str, ...],
 )
 
-# A time budget of at least one rank: its steps as they are, with a wait after each phase, and under the profiler.
+# Time budgets of one or more ranks: of ordinary steps, of steps that wait after each phase, and under the profiler.
 _PROFILED = {"step_seconds": Positive, "phases": Phases}
-_SPAN = Entries({"seconds": Amount, "overlapped_seconds": Amount})  # beside the phases, a part of it while others ran
+_SPAN = Entries({"seconds": Amount, "overlapped_seconds": Amount})  # outside the phases; partly in parallel with them
 _SPENT = Entries(
     {**_PROFILED, "residual_seconds": Finite, "spans": {str: _SPAN}},
     helpers_cpu_seconds=Amount,
@@ -193,7 +194,7 @@ _BUDGET = Entries(
     state=dict[str, Finite | None],
 )
 
-# Wrong ways to measure: steps that are timed as they are, under a profiler whose events are summed, and in phases.
+# Wrong ways to measure: timed steps, profiler events added up, and phases.
 _TIMED = {"steps": Positive, "seconds": Positive}
 _PHASED = Entries({**_TIMED, "phases": Phases, "cpu_seconds": Amount}, gpu_utilisation_percent=Amount | None)
 _WAYS = Entries(
@@ -217,7 +218,7 @@ PROFILE = Entries(
     wrong_ways=_WAYS,
 )
 
-# A gradient check, each step beside its reference.
+# A gradient check: the errors of each step relative to a reference step.
 _ERRORS = dict.fromkeys(("loss_error", "gradient_error", "ranks_error"), Amount | None)
 _LAYER = Entries({"name": str, "error": Amount})
 _CHECKED_STEP = Entries({"skipped": bool, "nonfinite": Count, **_ERRORS, "worst_layer": (_LAYER, None)})
@@ -226,7 +227,7 @@ _GRADIENTS = Entries(
     hook=Annotated[str, Opt(choices=HOOKS)],
 )
 
-# Of witness, quality and look. Images that a trial drew are in one row, as base64 of a PNG.
+# Entries of witness, quality and look. The images that a trial generated are in one row, as a PNG in base64.
 PARTS = Entries(
     ranks=[_RANK],
     gradients=(_GRADIENTS, None),
@@ -254,15 +255,15 @@ SPACE = Entries(  # as plan.Space writes it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What one configuration did in one set.
+    """The result of one configuration in one set.
 
     Roles: baseline, twin (the baseline again), candidate; cold (a cold compile), profile; choice (a network chosen for
-    this machine); search and largest (sizes tried for the largest batch, and how that ended, its limit as the label);
-    quality (a trial), check (of a gradient), wrong (a wrong way to measure, whose numbers are in the profile); note (a
-    configuration that was left out); space (what a search could choose from, and by its family the sets that measured
-    its winner again); look (an answer was shown, which rested on ``sets`` of this baseline with these ``log_ratios`` by
-    run id, the twin's under TWIN). ``primary`` marks the candidate of the question's primary comparison.
-    ``stages`` are seconds: start, build, compile (the first step), warmup, steady, teardown; of a trial training.
+    this machine); search and largest (a size tried for the largest batch, and the result, with its limit as the label);
+    quality (a trial), check (of a gradient), wrong (a wrong way to measure, with its numbers in the profile); note (a
+    configuration that was left out); space (the search space, whose family names the sets that measured the winner
+    again); look (an answer was shown, based on ``sets`` of this baseline and on ``log_ratios`` by run id, the twin's
+    under TWIN). ``primary`` marks the candidate of the question's primary comparison. ``stages`` are the seconds of
+    start, build, compile (the first step), warmup, steady and teardown, or of a trial's training.
     """
 
     set_id: str
@@ -301,7 +302,7 @@ class RunRecord:
 
     @property
     def cohort(self) -> Cohort:
-        """Machine, code version, data, plan: only records that agree in all four are compared."""
+        """Machine, code version, data and plan. Only records that agree in all four are compared."""
         return (self.environment.machine.key, self.code_version, self.config.data_sha256, self.plan.key)
 
     @property
@@ -310,7 +311,7 @@ class RunRecord:
 
     @property
     def date(self) -> str:
-        """When it was measured, ISO 8601."""
+        """The date of the measurement in ISO 8601."""
         return self.environment.date
 
     def as_dict(self) -> dict[str, Any]:
@@ -320,7 +321,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """Rebuild a record. Raises OtherSchemaError for another edition's, ValueError for values that do not fit."""
+        """Rebuild a record. Raises OtherSchemaError for another schema, and ValueError for invalid values."""
         schema = values.get("schema") if isinstance(values, Mapping) else None
         if type(schema) is not int:
             raise ValueError("it has no schema")
@@ -354,21 +355,21 @@ _fields = reader(RunRecord)
 
 @lru_cache(maxsize=4096)
 def _configuration(text: str) -> RunConfig:
-    """A configuration from its JSON: thousands of records share a few, and with them what is computed from one."""
+    """Rebuild a configuration from JSON. Cached, so that records share configurations and their cached properties."""
     return RunConfig.from_dict(json.loads(text))
 
 
 def set_log_ratio(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> float:
-    """What one set finds for a configuration: the mean of its ``turn_log_ratios``, NaN where there is none."""
+    """Return the result of one set for a configuration: the mean of its ``turn_log_ratios``, or NaN without any."""
     logs = turn_log_ratios(baseline, other, twin)
     return statistics.fmean(logs) if logs else math.nan
 
 
 def turn_log_ratios(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> list[float]:
-    """The ln(baseline's seconds per image / the other's) of each turn that all have; above 0 the other is faster.
+    """Return ln(baseline's seconds per image / the other's) for each common turn; positive if the other is faster.
 
-    With ``twin`` the baseline's logarithm is the mean of its own and its twin's, which is narrower at no cost; the mean
-    of their times would favour every candidate where windows scatter.
+    With ``twin``, the baseline's logarithm is averaged with its twin's, which reduces the variance at no cost. If their
+    times were averaged instead, scatter between windows would favour every candidate.
     """
     sides = [seconds_by_turn(r) for r in (baseline, *([twin] if twin else []))]
     theirs = seconds_by_turn(other)
@@ -377,20 +378,20 @@ def turn_log_ratios(baseline: RunRecord, other: RunRecord, twin: RunRecord | Non
 
 
 def seconds_by_turn(record: RunRecord) -> dict[int, float]:
-    """Seconds per image by turn, of the windows that have a time."""
+    """Return the seconds per image by turn, for the windows with a finite, positive time."""
     values = {w.turn: w.seconds_per_image for w in record.windows}
     return {turn: seconds for turn, seconds in values.items() if math.isfinite(seconds) and seconds > 0}
 
 
 def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
-    """Whether a set does not count, since other processes took the cores or the GPU of its ranks for too long.
+    """Return whether a set does not count because other processes used its ranks' cores or GPU for too long.
 
-    A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
-    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, whose ranks take HOST_THREADS each, also when
-    another process computes on it. That is decided by load, never by time; what is unknown crowds nothing. A crowded
-    turn then weighs as long as it took, all sides together: two threads of which one has lost its core may take sixty
-    times as long, and one such turn would be the whole set. Of a set that is still measured, the turns ``to_come`` are
-    taken to be as short as the shortest.
+    A turn is crowded if, on average over its windows, the ranks' threads plus the cores used by other processes and the
+    hypervisor exceed the usable cores by CROWDED_CORES. On a GPU, where each rank needs HOST_THREADS cores, it is also
+    crowded if another process computes on the GPU. Only load decides this, not time; unknown load counts as none. A
+    crowded turn is then weighted by its duration: if one of two threads loses its core, the turn may take sixty times
+    as long and so be most of the set. While a set is being measured, its ``to_come`` remaining turns are assumed to be
+    as short as the shortest so far.
     """
     turns: dict[int, list[tuple[float, float]]] = {}
     for r in records:
@@ -403,7 +404,7 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
 
 
 def crowded_sets(records: Iterable[RunRecord]) -> set[str]:
-    """Ids of the sets that do not count."""
+    """Return the ids of the sets that do not count (see ``crowded``)."""
     sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
         sets[r.set_id].append(r)
@@ -411,7 +412,7 @@ def crowded_sets(records: Iterable[RunRecord]) -> set[str]:
 
 
 def _excess(record: RunRecord, window: Window) -> float:
-    """At least 0 where others want too much of the cores, in cores, or of the GPUs, in percent."""
+    """Return by how much others' load exceeds the limit, in cores or in percent of the GPU; negative if it does not."""
     config, state = record.config, window.state
     cores, watched = record.machine.usable_cores, state.get("watched_seconds")
     threads = min(cores, (HOST_THREADS if config.device == "cuda" else config.rank_threads(cores)) * config.node_size)
@@ -419,56 +420,56 @@ def _excess(record: RunRecord, window: Window) -> float:
     excess = threads + ((window.others_cores or 0.0) + stolen) - cores - CROWDED_CORES
     if config.device == "cpu":
         return excess
-    # Where NVML does not tell how busy another process is, one that comes, goes or changes its memory is at work.
+    # If NVML does not report another process's use, count it as busy when it appears, ends or changes its memory.
     unknown = 100.0 if state.get("gpu_others_changed_bytes") else 0.0
     percent = state.get("gpu_others_percent")
     return 100.0 if excess >= 0 else (unknown if percent is None else percent) - BUSY_GPU_PERCENT
 
 
-# --- what a gradient check says of a configuration: sound, or what is wrong ---
+# --- whether a gradient check found a fault in a configuration ---
 
 GRADIENT_BOUNDS = {
     "fp32": (1e-5, 1e-4, 1e-3),
     **dict.fromkeys(("tf32", "fp16"), (2e-3, 0.02, 0.1)),
     "bf16": (1e-2, 0.1, 0.5),
 }
-"""The most by which a sound step is off, relative to fp32, by precision: its loss, its gradient, its worst layer's.
+"""Largest relative errors of a sound step by precision: of its loss, of its gradient, of its worst layer's gradient.
 
-Measured on a CPU over tiny and seed, both losses, several seeds, batches of 8 to 64, up to 20 steps from 0, 20 and 300
-on; well above what sound settings show, and well below what a defect does. fp32 (accumulation, two ranks, compiled,
-fused kernels, plain): 2e-7, 1e-5 and 3e-5; it grows with the number of values that are added up, so a GPU has room for
-ten times as much. bf16: up to 9e-4, 0.04 and 0.2 in the first 40 steps; after 300 the gradient itself was smaller, and
-off by 0.1, its worst layer's by 0.3. tf32 and fp16 have not been measured: both keep three bits more than bf16, so an
-eighth of its errors is expected, and a fifth of its bounds granted.
+The reference is fp32. Measured on a CPU with tiny and seed, both losses, several seeds, batches of 8 to 64, up to 20
+steps after 0, 20 and 300 steps. The bounds are well above the errors of sound settings and well below those of defects.
+fp32 (accumulation, two ranks, compiled, fused kernels, plain): 2e-7, 1e-5 and 3e-5; errors grow with the number of
+values added up, so the bounds leave a GPU a factor of ten. bf16: up to 9e-4, 0.04 and 0.2 in the first 40 steps; after
+300 steps, with a smaller gradient, 0.1 for the gradient and 0.3 for the worst layer. tf32 and fp16 are not measured:
+both keep three bits more than bf16, so an eighth of its errors is expected, and a fifth of its bounds allowed.
 """
 
 HOOK_BOUNDS = {"none": (0.0, 0.0, 0.0), "bf16": (0.0, 0.01, 0.05), "fp16": (0.0, 0.002, 0.02)}
-"""What an exchange by a hook may add to these: it rounds each rank's gradient, and their sum.
+"""Additional errors allowed for an exchange by a hook, which rounds each rank's gradient and the sum.
 
-Measured with two gloo ranks in fp32, tiny and seed, both losses, batches of 8 and 64, after 10 and 100 steps. bf16: the
-gradient was off by 2.4e-3, the worst layer's by 7e-3. fp16: the gradient by 3e-4, but a layer's that falls below what
-fp16 can hold by 0.03 to 0.8: no scaler guards an exchange. For that defect there is no room here.
+Measured with two gloo ranks in fp32, tiny and seed, both losses, batches of 8 and 64, after 10 and 100 steps. bf16:
+2.4e-3 for the gradient and 7e-3 for the worst layer. fp16: 3e-4 for the gradient, but 0.03 to 0.8 for a layer whose
+gradient is too small for fp16, since no scaler protects an exchange. The bounds do not allow for that defect.
 """
 
 FLIP_BOUNDS = (0.0, 0.02, 0.2)
-"""What a flipped sign may do to one step, in any precision.
+"""Largest errors that a flipped sign may cause in one step, in any precision.
 
-Under an L1 loss the gradient at an output turns its sign where the prediction meets its target. In fp32 rounding turns
-one of N about every hundredth step, which changes the output's gradient by 2 / sqrt(N); measured in the weights': 3e-3,
-and 0.02 in the worst layer's. A defect is in every step, so under an L1 loss the median step has to keep the bounds
-above, and the worst step these.
+With an L1 loss, the gradient at an output changes its sign where the prediction crosses the target. In fp32, rounding
+flips one of N signs about every hundred steps, which changes the output's gradient by 2 / sqrt(N); measured errors were
+3e-3 for the weights' gradient and 0.02 for the worst layer's. A defect affects every step. So with an L1 loss the
+median step must stay within the bounds above, and the worst step within these.
 """
 
 RANKS_BOUND = 1e-6
-"""The most by which ranks' gradients differ, in any precision: all of them get the same sum, to the last bit."""
+"""Largest difference between ranks' gradients, in any precision: all ranks should get exactly the same sum."""
 
 
 def gradient_fault(answer: Mapping[str, Any], *, layers: bool = True) -> str:
-    """What is wrong by the answer of a gradient check (``training.gradient_check``); empty if it is sound.
+    """Return the fault that a gradient check (``training.gradient_check``) found, or an empty string if there is none.
 
-    Steps that the gradient scaler skipped are not judged; at least one has to be left. Without ``layers`` no layer is
-    judged alone, as for the question whether to train: an exchange in fp16 lost more than half of a bias's gradient,
-    the whole gradient was off by 0.03 %, and eight trained runs were not worse.
+    Steps that the gradient scaler skipped are ignored, but at least one other step is required. With ``layers`` false,
+    single layers are not checked, as when deciding whether to train: an exchange in fp16 lost more than half of a
+    bias's gradient, but the whole gradient was off by 0.03 %, and eight trained runs were not worse.
     """
     taken = [step for step in answer["steps"] if not step["skipped"]]
     if not taken:
@@ -495,7 +496,7 @@ def gradient_fault(answer: Mapping[str, Any], *, layers: bool = True) -> str:
 
 
 def _share(error: float) -> str:
-    """A relative error in percent, or as a power of ten where that would be mostly zeros."""
+    """Format a relative error in percent, or as a power of ten if it is tiny."""
     if 0 < error < 1e-4:
         return f"{error:.0e}"
     return f"{100 * error:.0f} %" if error > 0.1 else f"{100 * error:.2g} %"
