@@ -15,7 +15,7 @@ from ddpm_lab.explain.table import Table, one_family, without_constant
 
 
 class View(NamedTuple):
-    """A further figure, saved under ``name``, or table of an answer; it is left out where it has no data."""
+    """An additional figure (saved as ``name``) or table of an answer. It is omitted if there is no data for it."""
 
     caption: str
     name: str = ""
@@ -25,7 +25,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What notebooks, pages, the command line and JSON show; figures and tables are made when they are asked for."""
+    """The answer as notebooks, pages, the command line and JSON show it. Figures and tables are created on demand."""
 
     study: Study
     finding: Finding
@@ -33,18 +33,18 @@ class Answer:
     table: Callable[[], Table]
     views: Sequence[View] = ()
     file: str = ""
-    """Name of the question's notebook and figures."""
+    """The name of the question's notebook and figures."""
     trains: bool = False
     """Whether the question's configurations can be trained for their quality."""
     settings: Path | None = None
-    """The file that what is recommended was written to."""
+    """The file that the recommended settings were written to."""
 
     def figures(self) -> list[tuple[str, Figure, str]]:
-        """Return the further figures that have data as (caption, figure, name of the file)."""
+        """Return the additional figures that have data, as (caption, figure, file name)."""
         return [(v.caption, drawn, v.name) for v in self.views if v.figure and (drawn := v.figure())]
 
     def tables(self) -> list[tuple[str, Table]]:
-        """Return the further tables that have rows as (caption, table)."""
+        """Return the additional tables that have rows, as (caption, table)."""
         return [(v.caption, rows) for v in self.views if v.table and (rows := v.table())]
 
 
@@ -56,9 +56,9 @@ def speeds(
     columns: Callable[[Comparison], dict[str, str]] | None = None,
     views: Sequence[View] = (),
 ) -> Answer:
-    """Return the answer of a question that compares speeds: a forest plot and a row for each configuration.
+    """Return the answer to a question that compares speeds: a forest plot and a table with a row per configuration.
 
-    ``rows`` are the comparisons of the study unless given; ``columns`` gives further cells of a row.
+    ``rows`` defaults to all comparisons of the study; ``columns`` returns additional cells for a row.
     """
     shown = comparisons(study) if rows is None else rows
     return Answer(
@@ -76,14 +76,14 @@ def speed_table(
     *,
     name_family: bool = False,
 ) -> Table:
-    """Return a row for each configuration; a single family is named only if asked for (``name_family``)."""
+    """Return a table with a row per configuration; ``name_family`` names the family even if there is only one."""
     cells = [_cells(row, columns(row) if columns else {}) for row in rows]
     empty = {"Note": [""], "Disturbed sets": ["0"], **{key: [phrases.DASH] for key in phrases.LOSS}}
     return without_constant(cells if name_family else one_family(cells), empty)
 
 
 _SELF = {"baseline": " (baseline)", "twin": ", repeated"}
-"""Roles of the baseline's own configuration, as they are named."""
+"""Suffixes of labels for the roles that run the baseline's configuration."""
 
 
 def _cells(row: Comparison, further: dict[str, str]) -> dict[str, str]:
@@ -118,10 +118,10 @@ POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANI
 
 
 def row(c: Comparison, name: str = "") -> Row:
-    """A comparison as a row: its ratio, or why it has none."""
+    """Return a row of a forest plot for a comparison, with its ratio or the reason why there is none."""
     if not c.sets:
         return Row(name=name or c.label, missing=phrases.failure(c))
-    told = phrases.times(c.ratio) if c.ratio.exists else f"{phrases.ratio(c)} ({phrases.plural(c.sets, 'set')})"
+    text = phrases.times(c.ratio) if c.ratio.exists else f"{phrases.ratio(c)} ({phrases.plural(c.sets, 'set')})"
     return Row(
         name=name or c.label,
         value=c.ratio.value,
@@ -129,22 +129,22 @@ def row(c: Comparison, name: str = "") -> Row:
         high=c.ratio.high,
         colour=COLOURS.get(c.verdict, charts.OPEN),
         dots=[stats.exp(log) for _, log in c.logs[: c.sets]] if c.sets > 1 else (),
-        text=told.replace(" (", "  (").replace(" to ", phrases.DASH),
+        text=text.replace(" (", "  (").replace(" to ", phrases.DASH),
     )
 
 
 def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:
-    """The interval of the baseline against itself; None without one."""
+    """Return the interval of the repeated baseline's ratio, or None if there is none."""
     return next((r.noise.ends for r in rows if r.noise.exists), None)
 
 
 def _shown(rows: Sequence[Comparison]) -> list[Comparison]:
-    """Comparisons that may appear in a figure of speed."""
+    """Return the comparisons that may appear in a figure of speed."""
     return [c for c in rows if not c.mechanism_only and c.config.exchange.enabled]
 
 
 def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figure:
-    """Speed of each configuration relative to its baseline: one panel a family, failures as rows with their reason."""
+    """Return a forest plot of speeds relative to the baseline: a panel per family, and failures with their reasons."""
     panels, every = [], _shown(compared)
     for rows in families(every):
         shown = [c for c in rows if c.role == "candidate" or (c.role != "note" and not c.sets)]
@@ -165,21 +165,24 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
 def timed(
     rows: Sequence[Comparison], time_of: Callable[..., Interval], x: Callable[[Comparison], float], name: str = ""
 ) -> Line:
-    """A family as a line of times against ``x``, each with the interval of its ratio to the baseline."""
+    """Return a family as a line of times over ``x``, each with the interval of its ratio to the baseline."""
     base = next((c for c in rows if c.role == "baseline"), rows[0])
-    found = [time_of(c, base) for c in rows]
-    low, high = [t.low for t in found], [t.high for t in found]
-    return Line(name=name or rows[0].family, x=[x(c) for c in rows], y=[t.value for t in found], low=low, high=high)
+    times = [time_of(c, base) for c in rows]
+    low, high = [t.low for t in times], [t.high for t in times]
+    return Line(name=name or rows[0].family, x=[x(c) for c in rows], y=[t.value for t in times], low=low, high=high)
 
 
 def measured(study: Study) -> list[list[Comparison]]:
-    """Families of what has a speed, without the twins."""
+    """Return the comparisons that have a speed, by family and without twins."""
     kept = [[r for r in rows if r.sets and r.role != "twin"] for rows in families(_shown(comparisons(study)))]
     return [rows for rows in kept if rows]
 
 
 def projection(rows: Sequence[Comparison]) -> tuple[str, Callable[..., Interval]]:
-    """The unit in which the longest time for 50,000 images is read, and a row's time in it, from its baseline's."""
+    """Return a unit that suits the longest time for 50,000 images, and a function that gives a row's time in it.
+
+    The function takes a row and its baseline, and multiplies the baseline's time by the inverse of the row's ratio.
+    """
     longest = max(r.projected_seconds for r in rows)
     unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
 

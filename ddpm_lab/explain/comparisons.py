@@ -1,4 +1,4 @@
-"""Records to comparisons: one row for each configuration of a family, with ratio, interval and verdict."""
+"""Turn records into comparisons: one row for each configuration of a family, with ratio, interval and verdict."""
 
 import math
 import statistics
@@ -24,15 +24,15 @@ COMPARED = ("baseline", TWIN, "candidate", "note")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One configuration of a family beside its baseline; values that do not exist are NaN.
+    """One configuration of a family compared with its baseline. Values that do not exist are NaN.
 
-    ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
-    baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and after them of
-    those that were measured since it was called; ``noise`` is the ratio of the family's twin. ``p`` is the p-value, of
-    secondary comparisons adjusted over those with its baseline, and ``level`` what it is held against. ``why`` says
-    where the verdict is not what the interval alone would say. ``images_per_second`` is the geometric mean over sets of
-    their medians. ``set_seconds`` is what a set takes with baseline, twin and this configuration. ``baseline`` is the
-    configuration of the baseline, or its own without one.
+    ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; for the
+    baseline itself it is 1 without an interval. ``logs`` lists (set id, log ratio) of these sets, followed by sets that
+    were measured after the verdict; ``noise`` is the ratio of the family's twin. ``p`` is the p-value, adjusted over
+    all secondary comparisons with the same baseline unless this is the primary one, and ``level`` its threshold.
+    ``why`` gives the reason if the verdict differs from what the interval alone suggests. ``images_per_second`` is the
+    geometric mean of the sets' medians. ``set_seconds`` is the duration of a set with baseline, twin and this
+    configuration. ``baseline`` is the baseline's configuration, or this one if there is no baseline.
     """
 
     experiment: str
@@ -68,12 +68,12 @@ class Comparison:
 
     @property
     def sets(self) -> int:
-        """The number of sets behind the ratio, of a baseline behind its speed."""
+        """The number of sets that the ratio is computed from, or for a baseline, its speed."""
         return self.ratio.sets
 
     @property
     def all_sets(self) -> stats.Estimate:
-        """The ratio over all sets that count, those after the answer too; the verdict does not rest on it."""
+        """The ratio over all sets that count, including those after the answer; the verdict does not use it."""
         return stats.estimate([log for _, log in self.logs])
 
     @property
@@ -90,13 +90,13 @@ class Comparison:
 
     @property
     def sets_needed(self) -> float:
-        """Sets that would answer for ``resolution``, at the scatter so far; NaN where nothing tells."""
+        """Estimated number of sets that ``resolution`` needs at the scatter so far; NaN if that is unknown."""
         return float(stats.sets_to_resolve([log for _, log in self.logs], self.resolution) or math.nan)
 
     @property
     def minutes_needed(self) -> float:
-        """Minutes that the sets still needed would take; NaN where nothing tells."""
-        return max(self.sets_needed - self.sets, 0.0) * self.set_seconds / 60  # in this order NaN stays NaN
+        """Estimated minutes for the sets that are still needed; NaN if that is unknown."""
+        return max(self.sets_needed - self.sets, 0.0) * self.set_seconds / 60  # max in this order returns NaN for NaN
 
     @property
     def quality(self) -> str:
@@ -129,9 +129,9 @@ class Comparison:
 
 @once
 def comparisons(study: Study) -> tuple[Comparison, ...]:
-    """One for each configuration of each family: baseline, null twin, candidates, and what failed or was left out."""
+    """Return a comparison for each configuration of each family, including twins, failures and what was left out."""
     found: list[Comparison] = []
-    # Parts of the lost scaling are no answers (see lost_scaling); a note on a trial is no row, since its speed has one.
+    # Parts of the lost scaling are not compared (see lost_scaling); notes on trials need no row of their own.
     rows = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in rows if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
@@ -148,7 +148,7 @@ def comparisons(study: Study) -> tuple[Comparison, ...]:
 
 
 def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
-    """Comparisons by family and baseline, in order."""
+    """Group comparisons by family and baseline, in order."""
     found: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for c in compared:
         found[c.family, c.baseline_id].append(c)
@@ -156,9 +156,9 @@ def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
 
 
 def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[Comparison]:
-    """The comparisons of one experiment with their verdicts on speed; ``looks`` are the machine's at all questions.
+    """Return the comparisons of one experiment with verdicts on speed; ``looks`` are those at all of its questions.
 
-    Those of another baseline are another question: what is measured of another network or batch changes no answer.
+    Each baseline is a question of its own: results for another network or batch do not change its answer.
     """
     groups: dict[object, list[Comparison]] = defaultdict(list)
     for c in compared:
@@ -169,9 +169,9 @@ def _with_verdicts(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -
 
 
 def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[tuple[float, list[str]]]:
-    """The looks at these comparisons, at no others, in order: when, and the sets that had been shown by then.
+    """Return the looks at these comparisons in order, as (time, all sets that had been shown by then).
 
-    What no look has tested, for want of sets, is shown now, all at once.
+    Sets that no look has tested yet, for example because there were too few, are added as one look at infinity.
     """
     groups = [{set_id for set_id, _ in c.logs} for c in compared]
     every, known, found = set[str]().union(*groups), dict[str, None](), list[tuple[float, list[str]]]()
@@ -189,7 +189,7 @@ def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[tu
 
 
 def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[stats.Decision]:
-    """What comparisons that are tested together are called, by what was shown of them so far."""
+    """Return the decisions on comparisons that are tested together, based on the sets that were shown so far."""
     answers = shown(group, looks)
     logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in answers[-1][1]]) for c in group]
     spreads = [[_spread(c, looks, when) for c in group] for when, _ in answers]
@@ -197,7 +197,7 @@ def _tested_together(group: Sequence[Comparison], looks: Sequence[RunRecord]) ->
 
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
-    """What the machine's other comparisons, as far as they had been shown by then, say of this one's scatter."""
+    """Return the scatter to expect, from the machine's other comparisons that were shown before ``when``."""
     latest = {(r.experiment, r.baseline_id): r for r in looks if moment(r.date) <= when}
     return stats.spread_of(
         np.asarray(logs) * (stats.TWIN_SCALE if run_id == TWIN else 1)
@@ -208,7 +208,7 @@ def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spr
 
 
 def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequence[Comparison]) -> Comparison:
-    """A comparison with its verdict, and with the reason where that is not what its interval alone would say."""
+    """Return a comparison with its verdict, and with the reason if its interval alone would suggest another one."""
     if c.mechanism_only:
         return replace(c, verdict=MECHANISM_ONLY)
     if c.role in ("baseline", TWIN) and c.sets:
@@ -219,8 +219,8 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
     mine = (TWIN, c.family, c.baseline_id)
     twin = dict(next((t.logs for t in compared if (t.role, t.family, t.baseline_id) == mine), ()))
     repeated = [twin.get(set_id, math.nan) for set_id, _ in c.logs]
-    # Where the twin's interval excludes 1, in the sets that the answer rests on and in all so far, only effects beyond
-    # its far end may be called.
+    # If the twin's interval excludes 1, both in the sets of the answer and in all sets so far, only effects larger than
+    # its far end are accepted.
     apart = min(stats.estimate(logs).apart for logs in (repeated[: ratio.sets], repeated))
     if word in (stats.FASTER, stats.SLOWER) and max(ratio.value, 1 / ratio.value) <= apart:
         word, why = stats.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
@@ -232,15 +232,15 @@ def _with_verdict(c: Comparison, decision: stats.Decision | None, compared: Sequ
 
 
 def repeats_itself(looks: Sequence[RunRecord]) -> bool:
-    """Whether the twins of all questions of a machine agree with their baselines, tested together at 1 %."""
+    """Return whether all twins of a machine agree with their baselines, tested together at a level of 1 %."""
     latest = {(r.experiment, r.baseline_id): (r.look or {}).get("log_ratios", {}).get(TWIN, []) for r in looks}
     return not stats.twins_differ([stats.estimate(logs).p for logs in latest.values() if len(logs) >= stats.LEAST_SETS])
 
 
 def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Records by family and baseline, under names that tell each family from all others.
+    """Group records by family and baseline, and rename families so that all names are different.
 
-    A note disappears once its configuration has been measured, by this run or a later one with more time.
+    Notes on configurations that have since been measured are dropped.
     """
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
@@ -264,7 +264,7 @@ def _by_baseline(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _differences(mine: RunConfig, other: RunConfig) -> str:
-    """What tells two baselines apart, such as "seed 3"; of a hash its beginning."""
+    """Return the settings that distinguish a baseline from another, such as "seed 3", with hashes shortened."""
     theirs = other.flat
     changed = [(name, v) for name, v in mine.flat.items() if name != "data" and theirs.get(name) != v]
     named = [("data", v[:8]) if name == "data_sha256" else (name, v) for name, v in changed]
@@ -272,10 +272,10 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
 
 
 def _compare_family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
-    """One family, in the order the configurations first appear: baseline, twin, candidates, notes; without verdicts."""
+    """Return the comparisons of one family without verdicts: baseline, twin, candidates and notes, each in order."""
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     for r in records:
-        # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
+        # Only its role distinguishes the twin from the baseline. A note may have no run of its own.
         groups[r.role, r.label if r.role == "note" else r.run_id].append(r)
     ordered = [group for _, group in sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))]
     disturbed = crowded_sets(records)
@@ -301,7 +301,7 @@ def _compare(
     logs = list[tuple[str, float]]()
     for r in speed if last.role != "baseline" else ():
         base_of_set, twin = (by_role[role].get(r.set_id) for role in ("baseline", TWIN))
-        if base_of_set and twin:  # what a set finds for a configuration, beside its baseline and twin
+        if base_of_set and twin:  # a set counts only if it has both
             log = set_log_ratio(base_of_set, r) if r.role == TWIN else set_log_ratio(base_of_set, r, twin)
             logs += [(r.set_id, log)] if math.isfinite(log) else []
     ratio = stats.estimate([log for _, log in logs])
@@ -333,6 +333,6 @@ def _compare(
 
 
 def peak(record: RunRecord, kind: str) -> float:
-    """Bytes of the rank that used most, of a ``kind`` that ranks report; NaN where any rank does not know."""
+    """Return the largest value over ranks of ``kind``, such as "peak_rss_bytes"; NaN if it is unknown for any rank."""
     peaks = [getattr(rank, kind) for rank in record.ranks]
     return float(max(peaks)) if peaks and None not in peaks else math.nan

@@ -1,4 +1,4 @@
-"""The answer to a question in words: a headline, a line of evidence, and notes on what limits them."""
+"""The answer to a question in words: a headline, a line of evidence, and notes on their limits."""
 
 import math
 import re
@@ -28,24 +28,25 @@ _SUBJECTS = {
 _OF_STEP = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of ``run bottleneck``."""
 _LEFT_OPEN = ("precision", "loader", "compile")
-"""Those of them that it chooses as a training would where they are left open."""
+"""Those of them for which it uses the trainer's defaults unless they are given."""
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
 ALL_DISTURBED = "No answer yet: other processes disturbed every set"
 _SOUND = ("ok", "left out")
-"""Statuses of a record that did not fail."""
+"""Statuses that are not failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """The answer to a question, as every page, notebook, table and command shows it.
 
-    ``headline`` is short enough for a title, ``evidence`` one line on what it rests on, and ``notes`` are sentences on
-    what limits it. ``verdict`` is that of the comparison that the headline is about, ``sets`` are those behind it;
-    ratio, interval and that of the repeated baseline (``noise_low``, ``noise_high``) are NaN without one. ``status`` is
-    answered, inconclusive, too few sets, failed, not measured, or not explained. ``way_out`` is the command that would
-    give an answer where there is none, with its minutes. ``published`` records came with the checkout.
+    ``headline`` is short enough for a title, ``evidence`` one line on the data behind it, and ``notes`` are sentences
+    on its limits. ``verdict``, ``sets``, ``ratio``, its interval, and the interval of the repeated baseline
+    (``noise_low``, ``noise_high``) belong to the comparison that the headline is about; the numbers are NaN if there is
+    none. ``status`` is answered, inconclusive, too few sets, failed, not measured, or not explained. If there is no
+    answer, ``way_out`` is the command that would give one, with its minutes. ``published`` says whether the records
+    came with the checkout.
     """
 
     experiment: str
@@ -82,7 +83,7 @@ class Finding:
 
 
 def plain(study: Study, headline: str, status: str, *notes: str, **known: Any) -> Finding:
-    """A finding, whose verdict is its status unless it is ``known`` with other values; empty notes are dropped."""
+    """Return a finding with more fields from ``known``; ``verdict`` defaults to ``status``, empty notes are dropped."""
     return Finding(
         experiment=study.experiment,
         question=study.experiment,
@@ -97,7 +98,7 @@ def plain(study: Study, headline: str, status: str, *notes: str, **known: Any) -
 
 
 def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
-    """A finding about a comparison, whose values it takes."""
+    """Return a finding about one comparison, with that comparison's values."""
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
     headline = headline if headline.startswith(as_written) else phrases.begun(headline)
     known = {"verdict": row.verdict, "quality": f"quality {row.quality}", "evidence": evidence or evidence_of(row)}
@@ -116,8 +117,8 @@ def compared(
 ) -> Finding:
     """Return the finding of a question that compares speeds: about its primary comparison, or why there is none.
 
-    ``rows`` are the comparisons of a study unless given; those to ``keep`` may lead. ``own`` gives notes on the one
-    that leads, and further ``notes`` come after these.
+    ``rows`` defaults to all comparisons of the study; the finding is about one for which ``keep`` returns true.
+    ``own`` returns notes on that comparison, which are followed by ``notes``.
     """
     rows = comparisons(study) if rows is None else rows
     others = [r for r in rows if r.role not in ("baseline", "twin")]
@@ -136,31 +137,31 @@ def compared(
     bases = [r.baseline for r in candidates if r.primary] or [r.baseline for r in candidates]
     asked = {(b.work_name, b.device, b.image_size, b.precision, b.world_size) for b in bases}
     batches = {b.global_batch_size for b in bases if not named}
-    of = " on the CPU" * (first.config.device == "cpu" and bool(study.records[-1].machine.gpus))
-    of += f" ({first.family})" * (max(len(asked), len(batches)) > 1)
-    found = about(study, first, headline_of(first) + of, *notes)
-    return replace(found, way_out=way_out_of(study, first))
+    scope = " on the CPU" * (first.config.device == "cpu" and bool(study.records[-1].machine.gpus))
+    scope += f" ({first.family})" * (max(len(asked), len(batches)) > 1)
+    finding = about(study, first, headline_of(first) + scope, *notes)
+    return replace(finding, way_out=way_out_of(study, first))
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
-    """The label of a row, with its family where there are several."""
+    """Return the label of a row, with its family if there are several."""
     return f"{row.label} of {row.family}" if len({r.family for r in rows}) > 1 else row.label
 
 
 def listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
-    """Such as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without ``items`` (name, reason)."""
+    """Return (name, reason) pairs as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without any."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, why in items:
         by_reason[why].append(name)
-    told = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
-    return f"{kind}: {'; '.join(told)}." if told else ""
+    groups = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
+    return f"{kind}: {'; '.join(groups)}." if groups else ""
 
 
 def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
-    """What every comparison is shown with: what failed or was left out, faults of training, and the machine."""
+    """Return the notes for every comparison: failures, what was left out, training faults, and the machine's state."""
     lacking = [r for r in rows if r.role != "twin" and not r.sets and not r.mechanism_only]
-    have = {r.run_id for r in rows if r.sets}
-    lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
+    measured = {r.run_id for r in rows if r.sets}
+    lost = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in measured]
     sets = phrases.plural(len({r.set_id for r in lost}), "set")
     return (
         listed("Failed", ((_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND)),
@@ -175,29 +176,29 @@ def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
 
 
 def unsound(study: Study) -> str:
-    """Name the settings whose gradient check failed or found a fault."""
+    """Return a note on the settings whose gradient check failed or found a fault; empty if there are none."""
     checks = [(r, (r.quality or {}).get("gradients")) for r in study.records if r.role == "check"]
-    told = ((r.label, gradient_fault(found) if found else phrases.failure(r)) for r, found in checks)
-    return listed("Wrong gradient", (item for item in told if item[1]))
+    faults = ((r.label, gradient_fault(check) if check else phrases.failure(r)) for r, check in checks)
+    return listed("Wrong gradient", (item for item in faults if item[1]))
 
 
 def untrained(study: Study) -> str:
-    """Name the configurations that were not trained for quality as often as was planned, and why."""
+    """Return a note on the planned training runs for quality that are missing, with reasons; empty without any."""
     trials, planned = study.trials, [r for r in study.records if (r.role, r.config.purpose) == ("note", "quality")]
-    done = {t.run_id for t in trials if t.status == "ok"}  # at another try
+    done = {t.run_id for t in trials if t.status == "ok"}  # perhaps after a failure
     failed = (t for t in trials if t.status not in (*_SOUND, "diverged") and t.run_id not in done)
     tried = [[t for t in trials if t.run_id == r.run_id and quality.speaks_for(t, r.code_version)] for r in planned]
-    told = [(r.label, str(r.reason)) for r, found in zip(planned, tried, strict=True) if not found]
-    return listed("Not trained as planned", told + [(t.label, phrases.failure(t)) for t in failed])
+    skipped = [(r.label, str(r.reason)) for r, runs in zip(planned, tried, strict=True) if not runs]
+    return listed("Not trained as planned", skipped + [(t.label, phrases.failure(t)) for t in failed])
 
 
 def _nothing_to_compare(
     study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], notes: Sequence[str]
 ) -> Finding:
-    """The finding of a study none of whose candidates has a speed: why, and what would give one."""
+    """Return the finding of a study whose candidates all lack a speed: the reason, and what would give one."""
     whole = next((r for r in rows if r.label == WHOLE_QUESTION), None)
-    have = {r.run_id for r in study.records if r.windows}  # at another try
-    lost = [r for r in study.records if r.status not in _SOUND and r.run_id not in have]
+    timed = {r.run_id for r in study.records if r.windows}  # perhaps after a failure
+    lost = [r for r in study.records if r.status not in _SOUND and r.run_id not in timed]
     hidden = [r for r in others if r.mechanism_only]
     if whole is not None:
         headline = f"Left out: this cannot be asked of {whole.config.work_name}"
@@ -206,7 +207,7 @@ def _nothing_to_compare(
         return plain(study, ALL_DISTURBED, stats.TOO_FEW, *notes, way_out=command_of(study, (others or rows)[0]))
     names = phrases.joined(r.label for r in lost or hidden)
     if lost:
-        if lost[-1].role not in ("baseline", "candidate"):  # none of the others is a row
+        if lost[-1].role not in ("baseline", "candidate"):  # records of other roles are not among the rows
             notes = (f"{phrases.failure(lost[-1])}.", *notes)
         return plain(study, f"Nothing can be compared, since {names} failed", FAILED, *notes)
     if hidden:
@@ -215,7 +216,7 @@ def _nothing_to_compare(
 
 
 def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
-    """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
+    """Return the command that measures the effect on quality; empty if that is known or cannot be measured."""
     rows = [r for r in comparisons(study) if r.role == "candidate" and r.experiment == study.experiment]
     if not trains or study.experiment == "peers" or not found.sets or not rows:
         return ""
@@ -227,9 +228,9 @@ def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
 
 
 def judging(study: Study, command: str, config: RunConfig, *, seeds: int = 0) -> str:
-    """The command that also trains, from seeds, and before it what a training of the user's lacks for that.
+    """Return ``command`` with an option for trials, after anything that the user's own training lacks for them.
 
-    Empty where trials could show no more than that something is worse.
+    Empty if trials could only show that a configuration is worse.
     """
     if not config.is_own and not quality.shows_harm(config):
         return ""
@@ -240,9 +241,9 @@ def judging(study: Study, command: str, config: RunConfig, *, seeds: int = 0) ->
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
-    """Choose the comparison that the answer is about: the primary one, of several a GPU's, or with all cores.
+    """Return the comparison that the answer is about: the primary one, preferably on a GPU or with all cores.
 
-    Where none is primary it is the fastest of those that are answered.
+    If none is primary, it is the fastest one, preferably with an answer.
     """
     if primary := [r for r in rows if r.primary]:
         return max(primary, key=lambda r: (r.answered, r.config.device == "cuda", r.config.threads == 0))
@@ -250,13 +251,13 @@ def lead(rows: Sequence[Comparison]) -> Comparison:
 
 
 def difference(row: Comparison) -> str:
-    """Say how much faster or slower, whatever the verdict: "bf16 is 26 % slower than fp32"."""
+    """Return how much faster or slower a row is, whatever its verdict, such as "bf16 is 26 % slower than fp32"."""
     subject, other = _subjects(row)
     return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{with_cores(row)}"
 
 
 def headline_of(row: Comparison) -> str:
-    """Say what a comparison answers, in about 15 words."""
+    """Return the answer of a comparison in about 15 words."""
     subject, other = _subjects(row)
     if row.resolved:
         return difference(row)
@@ -265,12 +266,12 @@ def headline_of(row: Comparison) -> str:
     if row.verdict == stats.TOO_FEW:
         return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
     low, high = (phrases.difference(end) for end in row.ratio.ends)
-    low = low.removesuffix(high[-len(" slower") :]).strip()  # a word that both have is said once
+    low = low.removesuffix(high[-len(" slower") :]).strip()  # do not repeat "slower" or "faster"
     return f"No clear answer: {subject} may be {low} to {_than(high)} {other}{with_cores(row)}"
 
 
 def with_cores(row: Comparison) -> str:
-    """Return `` on 2 cores`` if fewer cores were used than there are; else an empty text."""
+    """Return `` on 2 cores`` if not all cores were used, else an empty string."""
     cores = row.config.threads * row.config.node_size
     return f" on {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
 
@@ -304,20 +305,20 @@ def evidence_of(row: Comparison) -> str:
 
 
 def way_out_of(study: Study, row: Comparison) -> str:
-    """Return the command that would give an answer, with its minutes; empty if there is one already.
+    """Return the command that would give an answer, with its minutes; empty if there is an answer already.
 
-    Without ``--resolution`` it adds sets, as for a resolution that has been reached.
+    Without ``--resolution`` the command adds sets, even if the resolution has been reached.
     """
     if row.answered or row.role != "candidate":
         return ""
-    typed = command_of(study, row)
+    command = command_of(study, row)
     if row.experiment == "compare" and not row.sets_needed > row.sets and row.verdict != stats.TOO_FEW:
-        return f"{typed} --resolution {phrases.share(row.resolution / 2).replace(' ', '')}"  # where it has ended
-    more = row.experiment == "bottleneck" or "--preset full" in typed  # which measures more than this
+        return f"{command} --resolution {phrases.share(row.resolution / 2).replace(' ', '')}"  # it ended at this one
+    more = row.experiment == "bottleneck" or "--preset full" in command  # it measures more than this row
     if more or row.verdict == stats.TOO_FEW or not row.sets_needed > row.sets:
-        return typed
+        return command
     resolution = phrases.share(row.resolution).replace(" ", "")
-    return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
+    return f"{command} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
 
 
 def command_of(study: Study, row: Comparison) -> str:
@@ -335,14 +336,14 @@ def command_of(study: Study, row: Comparison) -> str:
 
 
 def work_of(config: RunConfig, usual: str = "") -> list[str]:
-    """The words that name what is trained, where that is not the ``usual`` network."""
+    """Return the command-line options that select what is trained; empty for the ``usual`` network."""
     if config.is_own:
         return ["--workload", shlex.quote(config.work_name)]
     return ["--network", config.network] * (config.network != usual)
 
 
 def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
-    """The command that measures ``config`` beside its changes or ``only`` some of them, by name."""
+    """Return the command that compares ``config`` with its possible changes, or ``only`` with those of these names."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
     words = ["ddpm-lab run bottleneck", *work_of(config), f"--batch-size {config.global_batch_size}"]
     words += where_of(study, config)
@@ -355,14 +356,14 @@ def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
 
 
 _SYNTHETIC = re.compile(r"([\d,]+ )?synthetic images")
-"""Their name in records, as no folder's is."""
+"""The name of synthetic images in records; no folder has such a name."""
 
 
 def where_of(study: Study, config: RunConfig) -> list[str]:
-    """The words that name images, device and folder of a configuration, where a command would choose others.
+    """Return the command-line options for images, device and output folder that differ from the command's defaults.
 
-    Images are named by the folder they were prepared in, with the same part held out; where it is gone, DATA stands
-    for them.
+    Images are given by the folder of prepared images, which includes the held-out part; if it no longer exists, by the
+    placeholder DATA.
     """
     names = {r.data_name for r in study.records if r.data_name and r.config.data_sha256 == config.data_sha256}
     images = config.data if config.data and Path(config.data).is_dir() else "DATA"
@@ -374,7 +375,7 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
 
 
 def _options(row: Comparison) -> list[str]:
-    """The options with which a question measures this comparison; one that is not named here would be left out."""
+    """Return the options with which a question measures this comparison; those not named here are left out."""
     base, its, name = row.baseline, row.config, row.experiment
     batches = {base.global_batch_size, its.global_batch_size} if name == "batch_size" else {base.global_batch_size}
     ranks = its.world_size * (its.world_size > 1)
@@ -398,14 +399,14 @@ def _options(row: Comparison) -> list[str]:
 
 
 def noise(row: Comparison) -> str:
-    """Return the noise floor after a semicolon; empty without one."""
+    """Return the interval of the repeated baseline after a semicolon; empty if there is none."""
     floor = phrases.between(row.noise)
     return f"; the baseline repeated {floor}" if floor else ""
 
 
 def qualities(rows: Sequence[Comparison]) -> str:
-    """Return the verdicts on quality, such as "quality: bf16 not worse (8 seeds)"; of what was tried, with families."""
+    """Return the known verdicts on quality, such as "quality: bf16 not worse (8 seeds)", with families if several."""
     tried = [r for r in rows if r.role == "candidate" and r.sets and r.quality != QUALITY]
     several = len({r.family for r in tried}) > 1
-    told = phrases.joined(f"{r.label}{f' of {r.family}' * several} {r.quality}" for r in tried)
-    return f"quality: {told}" if told else f"quality {QUALITY}"
+    verdicts = phrases.joined(f"{r.label}{f' of {r.family}' * several} {r.quality}" for r in tried)
+    return f"quality: {verdicts}" if verdicts else f"quality {QUALITY}"

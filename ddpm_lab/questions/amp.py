@@ -21,10 +21,10 @@ QUESTION = Question(title="Does mixed precision speed up training?", file="03_am
 def amp(
     setup: Setup, *, precisions: Precisions = None, world_sizes: WorldSizes = None, global_batch_size: Batch = None
 ) -> Experiment:
-    """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks.
+    """Return the experiment that compares fp32 with each narrower format, for each number of ranks.
 
-    On a GPU all of them share their sets: torch computes convolutions in tf32 unless told otherwise, so a narrower
-    format has to be faster than that too. A training of the user's sets out from tf32 there, beside fp32.
+    On a GPU, all formats are measured in the same sets: by default torch computes convolutions in tf32, so a narrower
+    format should be faster than tf32 too. The baseline of the user's own training is tf32 on such a GPU.
     """
     plain, cuda = setup.plain_precision, setup.device == "cuda"
     able = CUDA_PRECISIONS if cuda else CPU_PRECISIONS
@@ -47,14 +47,14 @@ def amp(
 
 
 def answer(study: Study) -> Answer:
-    """Compare the speed of each format with the baseline's; bars of times are a further view."""
+    """Return the answer: the speed of each format relative to the baseline; bars of times are a further view."""
     times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
     found = compared(study, own=lambda first: beside_tf32(study, first))
     return speeds(study, found, views=(times,))
 
 
 def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
-    """How fast a format is beside tf32, from the sets that have both."""
+    """Yield a sentence on the speed of a format relative to tf32, computed from the sets that contain both."""
     for row in comparisons(study):
         if row.label == "tf32" != first.label and row.role == "candidate" and row.family == first.family and row.sets:
             other = dict(row.logs)
@@ -65,7 +65,7 @@ def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
 
 
 def times_figure(study: Study) -> Figure | None:
-    """Time for 50,000 images as bars: each baseline's, and the others' by their ratios to it; None without any."""
+    """Return a bar chart of the time for 50,000 images, projected from each ratio; None if nothing was measured."""
     shown = measured(study)
     if not shown:
         return None

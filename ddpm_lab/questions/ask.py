@@ -1,8 +1,8 @@
-"""Find the questions, ask one for its configurations, and answer it from records.
+"""Find the questions, get the experiment of a question, and answer a question from records.
 
-Every ``Question`` in a module of this folder is one. Its function takes a ``Setup`` (what is trained, on what, how
-much) and a grid, of which None means the preset's choice for this machine. What the machine cannot run is left out and
-named, or refused if it was asked for by name.
+Every module of this folder that defines a ``Question`` is found. Its function takes a ``Setup`` (what is trained, on
+what machine, and how much) and keyword arguments; None means the preset's choice for this machine. Configurations that
+the machine cannot run are left out and listed, or refused if the user named them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ddpm_lab.training.setting import Setup, nothing_asked
 
 
 class Entry(NamedTuple):
-    """A question: what it declares, and its functions."""
+    """A question: its declaration, the function that returns its experiment, and the one that answers it."""
 
     about: Question
     ask: Callable[..., Experiment]
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 @cache
 def every_question() -> dict[str, Entry]:
-    """All questions by name, those with a notebook first."""
+    """Return all questions by name, those with a notebook first."""
     files = pkgutil.iter_modules([str(Path(__file__).parent)])
     modules = [vars(import_module(f"ddpm_lab.questions.{file.name}")) for file in files]
     found = [(about, module) for module in modules for about in module.values() if isinstance(about, Question)]
@@ -49,21 +49,24 @@ def every_question() -> dict[str, Entry]:
 
 
 def questions() -> dict[str, Callable[..., Experiment]]:
-    """The functions that ask, by name, of the questions that ``ddpm-lab run`` measures."""
+    """Return the functions that create experiments, by name, of the questions that ``ddpm-lab run`` measures."""
     return {name: entry.ask for name, entry in every_question().items() if entry.about.asked}
 
 
 STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}
-"""What ``recommend`` measures in the course of its answer; nobody asks for one alone."""
+"""The experiments that ``recommend`` measures; neither is available as a question of its own."""
 
 
 def trained() -> tuple[str, ...]:
-    """Questions about speed whose configurations can be trained for quality besides."""
+    """Return the names of the questions about speed whose configurations can also be trained for quality."""
     return tuple(name for name, entry in every_question().items() if entry.about.trains)
 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
-    """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    """Return the experiment of a question. ``seeds`` and ``images`` configure its training runs for quality.
+
+    Raises ConfigError for an invalid ``grid``, and for ``seeds`` or ``images`` if the question trains nothing.
+    """
     made = {**questions(), **STAGES}[name]
     grid = arguments(made, grid, name)
     given = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
@@ -86,15 +89,15 @@ def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None
 
 @once
 def answer(study: Study) -> Answer:
-    """The answer that the records of a study give to its question; of a comparison without one, of its speeds."""
+    """Return the answer to the question of a study; for an experiment that is not a question, a table of speeds."""
     entry = every_question().get(study.experiment)
     found = entry.answer(study) if entry and entry.answer else speeds(study, compared(study))
     if entry is None:
         return found
     about = entry.about
     named = dataclasses.replace(found.finding, question=about.title)
-    # Figures of a user's training lie beside those of the lab's.
+    # Figures of the user's own training must not overwrite those of the lab's trainer.
     own = "".join(f"_{r.config.work_name}" for r in study.records[-1:] if r.config.is_own)
-    file = about.file + re.sub(r"\W", "_", own)[:60]  # of up to four bytes each
+    file = about.file + re.sub(r"\W", "_", own)[:60]  # characters of up to four bytes each
     views = (*found.views, trained_view(study, families(comparisons(study)))) if about.trains else found.views
     return dataclasses.replace(found, finding=named, file=file, trains=about.trains, views=views)
