@@ -1,7 +1,7 @@
-"""Measure what an experiment still lacks: which sets are missing, in which order, and what fits into the time.
+"""Measure the missing sets of an experiment, in order, as far as they fit into the time.
 
-Every set is appended to the ledger when it is complete, so that a run can be killed at any moment and goes on where it
-stopped, at the cost of one unfinished set.
+Each set is appended to the ledger when it is complete, so a run that is killed loses at most one unfinished set and
+can be continued.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Ro
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
 
-PRIMARY_PART = 0.6  # of the time of one question, where its primary comparison is not all that it has
-OVERRUN = 1.5  # of its time a primary comparison may take for the least sets: an answer is worth more than a row
+PRIMARY_PART = 0.6  # share of a question's time for its primary comparison, if there are others
+OVERRUN = 1.5  # a primary comparison may take this many times its share to reach LEAST_SETS
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
 OnCores = Callable[[int], "Campaign"] | None
@@ -36,16 +36,17 @@ _CHECKS: dict[str, tuple[str, Work]] = {
     CHECK: ("check", alone.compare_gradients),
     alone.WORKLOAD: ("wrong", alone.run_wrong_ways),
 }
-"""Role and work of a check, by its workload."""
+"""Role and work of each kind of check, by workload."""
 
 
 class Campaign:
-    """An experiment that is checked and ready to be measured; ``target`` says how much, an ``instrument`` how.
+    """A validated experiment that is ready to be measured. ``target`` says how much, and ``instrument`` how.
 
-    Records go to the ledger of the folder ``output``, and traces of profiles beside it. ``held`` is what the ledger
-    held at first and since, and ``lacks`` what is still to be measured. ``measured_sets`` counts what was added, by a
-    first attempt with more cores too; ``crowded_out`` says that the machine was too busy for a comparison with all its
-    threads. ``on_cores`` plans the same question for so many cores; None where they were asked for.
+    Records are appended to the ledger in the folder ``output``, next to which traces of profiles are saved. ``held``
+    has the records of the ledger, old and new, and ``lacks`` what is still missing. ``measured_sets`` counts added
+    sets, including those of a first attempt with more cores. ``crowded_out`` is true if the machine was too busy for a
+    comparison with all threads. ``on_cores`` plans the same question for a given number of cores; it is None if the
+    user chose that number.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Campaign:
         self.output, self.progress, self.on_cores = output, instrument.progress, on_cores
         self.ledger = Ledger(output / LEDGER)
         self.machine_key = hardware.environment().machine.key
-        few = target.sets < LEAST_SETS  # nothing is called
+        few = target.sets < LEAST_SETS  # no verdict is given
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
         self.held = held_of(self.ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, self.ledger, self.machine_key)
@@ -66,24 +67,24 @@ class Campaign:
 
     @property
     def cohort(self) -> Cohort:
-        """Machine, code, data and plan of its records; images of further sizes are further data."""
+        """Machine, code version, data and plan of the records; for data of several image sizes, the first."""
         data = self.experiment.configurations[0].data_sha256
         return (self.machine_key, self.instrument.code.key, data, self.target.plan.key)
 
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Campaign:
-        """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
+        """Return a copy with the ledger read again, for another experiment if given, and ``changes`` of the target."""
         asked, target = experiment or self.experiment, replace(self.target, **changes)
         return Campaign(asked, target, self.instrument, self.output, self.on_cores)
 
     def measure(
         self, *, seconds: float | None = None, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False
     ) -> Campaign:
-        """Measure what the ledger lacks, once no other process measures here, in ``seconds`` or the planned time.
+        """Measure what the ledger lacks, in ``seconds`` or the planned time, when no other process measures here.
 
-        What it returns is of fewer cores where the machine was too busy for all of them. ``look`` and ``yields`` as in
-        ``run``.
+        Returns the campaign that was measured, which uses fewer cores if the machine was too busy for all of them. For
+        ``look`` and ``yields``, see ``run``.
         """
-        if seconds is None and self.target.seconds == 0:  # a page of a report, which measures for all of them
+        if seconds is None and self.target.seconds == 0:  # a page of a report, which has measured everything already
             if look:
                 self.look()
             return self
@@ -94,27 +95,27 @@ class Campaign:
             try:
                 made.run(stages=stages, look=look, yields=yields)
             except KeyboardInterrupt as stopped:
-                if not self.progress.in_notebook:  # the command line has a sentence of its own
+                if not self.progress.in_notebook:  # the command line prints its own message
                     raise
                 most = made.measured_sets + made.lacks.sets_missing(made.experiment.families)
                 raise Interrupted(f"{made.measured_sets} of {most} sets kept; run the cell again") from stopped
             if made.crowded_out and (again := made._on_free_cores()):
-                # An answer is worth more than the time.
+                # An answer is worth exceeding the time.
                 left = max(made.seconds_left(), (OVERRUN - 1) * made.target.seconds)
-                found = again.measure(seconds=left, stages=stages, look=look)
-                found.measured_sets += made.measured_sets
-                return found
+                measured = again.measure(seconds=left, stages=stages, look=look)
+                measured.measured_sets += made.measured_sets
+                return measured
         count = made.measured_sets
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return made
 
     def _on_free_cores(self) -> Campaign | None:
-        """The same question for the cores that other processes leave; None where these are too few for it."""
+        """Return a campaign for the cores that other processes leave free; None if they are too few or were chosen."""
         config = self.experiment.configurations[0]
         cores = config.rank_threads(hardware.usable_cores()) * config.node_size
         if self.on_cores is None or cores == 1:
             return None
-        # So many are too many, as was just seen: a set is disturbed by less than counts as a core that is taken.
+        # Use fewer cores in any case: load that is too small to count as a busy core can still disturb a set.
         free = min(free_cores(), cores - 1)
         self.progress.stay(f"too busy: trying {free} of {cores} cores instead")
         try:
@@ -124,9 +125,10 @@ class Campaign:
             return None
 
     def run(self, *, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False) -> None:
-        """Measure what is missing, as far as the time from now on allows; with ``look`` an answer is shown then.
+        """Measure what is missing, as far as the time from now allows. ``look`` records that results are shown.
 
-        With ``yields`` others wait for the time: a primary comparison whose least sets do not fit ends after one.
+        With ``yields``, a primary comparison whose ``LEAST_SETS`` do not fit stops after one set, to save time for
+        other questions.
         """
         self.begun = time.monotonic()
         families = self._before_sets()
@@ -135,7 +137,7 @@ class Campaign:
             share = PRIMARY_PART if others and OTHERS in stages else 1.0
             self._measure_stage(primary, share, needed=True, yields=yields)
         if self.crowded_out:
-            return  # what is shown is measured with fewer cores instead
+            return  # it is measured again with fewer cores
         if OTHERS in stages:
             self._measure_stage(others, 1.0, needed=False)
             self._train(families)
@@ -143,27 +145,27 @@ class Campaign:
             self.look()
 
     def seconds_left(self) -> float:
-        """Seconds of the budget that are left; infinite without one."""
+        """Return the remaining seconds of the budget; infinite without one."""
         return self.target.seconds - (time.monotonic() - self.begun)
 
     def missing(self) -> bool:
-        """Whether anything is still to be measured, or an answer to be shown."""
+        """Return whether anything remains to be measured, or any results to be shown."""
         families = self.experiment.families
         new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
         singles = [*self._singles(), *self.lacks.trials(self.experiment.trials)]
         return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
 
     def least_seconds(self) -> float:
-        """Forecast of the least sets that the primary comparison still lacks; none where the machine was too busy."""
+        """Return the forecast for the primary comparison to reach ``LEAST_SETS``; 0 if the machine was too busy."""
         return 0.0 if self.crowded_out else self.lacks.least_seconds(by_stage(self.experiment.families)[0])
 
     def compiling_seconds(self) -> float:
-        """Forecast of the cold compiles that are missing."""
+        """Return the forecast for the missing cold compiles."""
         rows = [(family, config) for family in self.experiment.families for _, config in family.candidates]
         return COMPILE_SECONDS * sum(self.lacks.compiles(*row) for row in rows)
 
     def forecast(self) -> float:
-        """Seconds that all that is missing will take, from what earlier sets took where there are any."""
+        """Return the forecast for everything that is missing, based on the durations of any earlier sets."""
         families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
         searches = [f for f in families if f.search_up_to and not alone.search_ended(self.held.records, f.baseline)]
         profiles = [member for _, member, *_ in self._singles() if member.role == "profile"]  # a check takes seconds
@@ -173,7 +175,7 @@ class Campaign:
     # What is measured alone
 
     def _before_sets(self) -> list[Family]:
-        """Note what is left out, and measure what is measured alone; returns the families of what fits into memory."""
+        """Record what is left out, and measure what runs alone. Returns the families without what exceeds memory."""
         for name, label, reason in self.experiment.left_out:
             bases = [f.baseline for f in self.experiment.families if f.name == name]
             self._note(name, label, None, (*bases, *self.experiment.configurations)[0], reason)
@@ -187,7 +189,7 @@ class Campaign:
         return [self._within_memory(family) for family in self.experiment.families]
 
     def _singles(self) -> list[tuple[str, Member, Work, RunConfig]]:
-        """Checks and profiles that are missing: the family, what is measured, how, and its baseline."""
+        """Return the missing checks and profiles as (family, member, work, baseline)."""
         found = list[tuple[str, Member, Work, RunConfig]]()
         for check in self.experiment.checks:
             role, work = _CHECKS[check.config.workload]
@@ -199,21 +201,21 @@ class Campaign:
         return [row for row in found if not self.held.settled(row[1].config.run_id, row[1].role)]
 
     def _cold_compiles(self, family: Family, label: str, config: RunConfig) -> None:
-        """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
+        """Measure compiles from empty caches, alone. They also fill the caches that the sets use."""
         missing = self.lacks.compiles(family, config)
         for i in range(missing):
             self.progress.prefix = f"cold compile {i + 1} of {missing};"
             record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
             if record.status != "ok":
-                self.lacks.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
+                self.lacks.failed[config.run_id] = TRIES  # compiling takes long, so it is not tried again in this run
                 return
 
     def _within_memory(self, family: Family) -> Family:
-        """The family without candidates that do not fit, once the largest batch that does has been searched, alone."""
+        """Search the largest batch that fits, alone, and return the family without larger candidates."""
         if not family.search_up_to:
             return family
         self.progress.prefix = "the largest batch that fits;"
-        # A try belongs to every family that does this work, whatever sizes that compares.
+        # Tries are shared by all families that do the same work, whatever batch sizes they compare.
         attempt = partial(self._alone, family.name, baseline_id="", set_id="")
         known = alone.search_ended(self.held.records, family.baseline)
         ended = alone.largest_batch(family, self.held.records, attempt, self.seconds_left)
@@ -230,7 +232,7 @@ class Campaign:
         return replace(family, candidates=kept)
 
     def _train(self, families: Sequence[Family]) -> None:
-        """Train for quality what has a speed: one after the other, until the next cannot end in time."""
+        """Train for quality the configurations that have a speed, one by one, until the next trial would not fit."""
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
         timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
         wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in timed]
@@ -261,10 +263,10 @@ class Campaign:
     # Sets
 
     def _measure_stage(self, families: Sequence[Family], share: float, *, needed: bool, yields: bool = False) -> None:
-        """Measure sets of ``families`` in ``share`` of the time that is left.
+        """Measure sets of ``families`` in ``share`` of the remaining time.
 
-        ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
-        have no time for their least sets are left out and noted; of needed ones each family keeps one.
+        If ``needed``, families get ``LEAST_SETS`` sets even if that takes longer. Except in a primary comparison,
+        candidates whose least sets do not fit are left out and recorded as such; a needed family keeps at least one.
         """
         start, left = time.monotonic(), self.seconds_left()
         end, latest = start + share * left, start + OVERRUN * share * left
@@ -291,7 +293,7 @@ class Campaign:
             set_ends = now + self.lacks.set_seconds(family, len(candidates))
             out_of_time = set_ends > (latest if short else end) and (measured or not needed)
             if too_disturbed or out_of_time:
-                # One disturbed set among quiet ones, where the time ends, does not say that the machine is busy.
+                # A single disturbed set among quiet ones when time runs out does not mean that the machine is busy.
                 if short and family.baseline.device == "cpu" and disturbed[family.name] > have:
                     self.crowded_out = True
                 if not too_disturbed:
@@ -305,19 +307,19 @@ class Campaign:
             measured += 1
 
     def _measure_set(self, family: Family, candidates: Sequence[Row]) -> bool:
-        """Measure one set, and say what failed in it; returns whether it was disturbed and does not count."""
+        """Measure one set and report failures. Returns whether the set was disturbed and so does not count."""
         records = self.add_set(family, candidates)
         if failed := [r for r in records if r.status != "ok"]:
-            told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
+            reasons = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
             hopeless = any(self.lacks.hopeless(r.config) for r in failed)
-            self.progress.stay(f"lost: {told}; {'not tried again now' if hopeless else 'measured again'}")
+            self.progress.stay(f"lost: {reasons}; {'not tried again now' if hopeless else 'measured again'}")
         if self.held.disturbed or not crowded(records):
             return False
         self.progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
         return True
 
     def add_set(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
-        """Measure one set of a family and append its records, which it returns."""
+        """Measure one set of a family, append its records and return them."""
         base, label = family.baseline, family.baseline_label
         members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
         compared = [row for row in candidates if row[1].run_id != base.run_id]
@@ -333,7 +335,7 @@ class Campaign:
         return records
 
     def _turns(self, start_seconds: float, turn_seconds: float) -> int:
-        """Turns of a comparison's sets, by what the first one's start and turns cost."""
+        """Return the number of turns for all sets of a comparison, from the durations in its first set."""
         seconds = start_seconds + max(0.0, self._stage_ends - time.monotonic()) / self._stage_families
         seconds = math.inf if self.target.sets_to_come else seconds
         return shortfall.best_turns(start_seconds, turn_seconds, *self.lacks.scatter, seconds)
@@ -345,35 +347,35 @@ class Campaign:
         self.ledger.append(records)
         self.held.records += records
 
-    def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **told: str) -> RunRecord:
-        """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
+    def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **changes: str) -> RunRecord:
+        """Measure one group on its own, append its record with ``changes`` of fields, and return it."""
         where = {"experiment": self.experiment.name, "family": family}
         record = measure_alone(self.instrument, plan=self.target.plan, member=member, work=work, **where)
-        self._append([record := replace(record, **told)])  # type: ignore[arg-type]
+        self._append([record := replace(record, **changes)])  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 
     def look(self, date: str | None = None) -> None:
-        """Record what the answer that is shown now rests on, where sets are new; all of one ``date`` are one look."""
-        told = []
+        """Record which sets the current results are based on, if any are new. Looks of equal ``date`` count as one."""
+        looks = []
         for family in {f.baseline.run_id: f for f in self.experiment.families}.values():
-            found = self.held.evaluated(base := family.baseline.run_id)
-            if self.target.sets >= LEAST_SETS and not set(found["sets"]) <= self.held.looked(base):
-                one = self.told("look", family.name, family.baseline_label, family.baseline, family.baseline)
-                date = date or one.date
-                told.append(replace(one, look=found, environment=replace(one.environment, date=date)))
-        if told:
-            self._append(told)
+            evaluated = self.held.evaluated(base := family.baseline.run_id)
+            if self.target.sets >= LEAST_SETS and not set(evaluated["sets"]) <= self.held.looked(base):
+                record = self.unmeasured("look", family.name, family.baseline_label, family.baseline, family.baseline)
+                date = date or record.date
+                looks.append(replace(record, look=evaluated, environment=replace(record.environment, date=date)))
+        if looks:
+            self._append(looks)
 
     def _note(self, family: str, label: str, config: RunConfig | None, baseline: RunConfig, reason: str) -> None:
-        """A row for what is not measured, once. Without a configuration of its own it carries the baseline's."""
-        record = self.told("note", family, label, config or baseline, baseline)
+        """Record once that something is left out; without a configuration, the record has the baseline's."""
+        record = self.unmeasured("note", family, label, config or baseline, baseline)
         record = replace(record, status="left out", reason=reason)
         if not self.held.noted(record):
             self._append([record])
 
-    def told(self, role: str, family: str, label: str, config: RunConfig, baseline: RunConfig) -> RunRecord:
-        """A record of something that was not run."""
+    def unmeasured(self, role: str, family: str, label: str, config: RunConfig, baseline: RunConfig) -> RunRecord:
+        """Return a record of something that was not run."""
         return RunRecord(
             set_id="",
             experiment=self.experiment.name,

@@ -167,7 +167,7 @@ class CommandGroup(Group):
                 self._fail()
             if awake > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
-                how = f"no step of {self._optimizer} in {self.limits.told(limit)}: {more}{self._last()}"
+                how = f"no step of {self._optimizer} in {self.limits.describe(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
         self._ranks = [found[rank] for rank in sorted(found)]
         self._pid = self._ranks[0].report["pid"]

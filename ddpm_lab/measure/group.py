@@ -1,7 +1,7 @@
-"""A group: the ranks of one configuration in one set, started fresh, watched, and gone without a trace.
+"""A group: the ranks of one configuration in one set, which are started, watched and cleaned up.
 
-The parent sleeps while ranks work. It judges each rank by its own heartbeat, not by a collective's time-out, so that
-it can name the rank that hangs, where it ran and what it was doing.
+The parent sleeps while ranks work. It watches the heartbeat of each rank rather than the timeout of a collective, so
+that it can report which rank hangs, where it runs and what it was doing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.process import Life, LocalRank, RankJob, own_places, private_folder, server_died
 
-SLOW_START_SECONDS = 60.0  # that somebody's own code may take at least, silently: to import, say, from a slow disk
-AWAY_SECONDS = 5.0  # between two looks at the clock: this process was stopped itself, as with a whole suspended job
-LAST_WORDS_SECONDS = 2.0  # that the others have to say what they failed of: who failed first is to blame
+SLOW_START_SECONDS = 60.0  # minimum limit on silence while the user's code starts, such as imports from a slow disk
+AWAY_SECONDS = 5.0  # a longer gap between clock readings means that this process was stopped, as in a suspended job
+LAST_WORDS_SECONDS = 2.0  # time for other ranks to report their errors, since the first to fail is blamed
 
 Progress = Callable[[str], None]
 
 
-class GroupFailed(RuntimeError):  # noqa: N818 - an outcome that becomes a row
-    """A configuration that could not be measured: its status, one sentence of reason, and the rank's own traceback."""
+class GroupFailed(RuntimeError):  # noqa: N818 - an outcome that is recorded
+    """A configuration could not be measured: its status, the reason in one sentence, and the rank's traceback."""
 
     def __init__(self, status: str, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class GroupFailed(RuntimeError):  # noqa: N818 - an outcome that becomes a row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Longest silence of a rank in seconds: until it is warm; in a window, or 20 warm steps; at the end."""
+    """Longest silence of a rank in seconds: until it is warm, in a window (at least 20 warm steps), and at the end."""
 
     build_seconds: float = 600.0
     window_seconds: float = 10.0
@@ -48,23 +48,23 @@ class Limits:
 
     @classmethod
     def of_own(cls, seconds: float) -> Limits:
-        """Those of somebody's own code in a time budget: a start that takes all of it leaves nothing to measure."""
+        """Return the limits for the user's code with a budget of ``seconds``, which its start may not exceed."""
         return cls(build_seconds=min(max(SLOW_START_SECONDS, seconds), cls().build_seconds))
 
-    def told(self, limit: float) -> str:
-        """A limit that is over, for a sentence."""
+    def describe(self, limit: float) -> str:
+        """Return an exceeded limit in words."""
         more = limit == self.build_seconds < Limits().build_seconds
         return f"{limit:.0f} s" + " (more --minutes wait longer)" * more
 
 
 class Group(AbstractContextManager["Group"]):
-    """The ranks of one configuration; leaving the context kills them. Processes start within ``starting``.
+    """The ranks of one configuration, which are killed when the context exits.
 
-    ``how`` is more that each ``RankJob`` is told: its modules, environment, tree. Files of settings that somebody's own
-    code wrote here are added to ``written``, when it has ended.
+    Processes are started inside the context ``starting``. ``how`` has further fields of each ``RankJob``: modules,
+    environment, tree. When the group ends, files of settings that the user's code wrote are added to ``written``.
     """
 
-    _awake: ClassVar[Group | None] = None  # the last one that was told something
+    _awake: ClassVar[Group | None] = None  # the group that last received a command
     _guilty = ""
 
     def __init__(
@@ -96,10 +96,10 @@ class Group(AbstractContextManager["Group"]):
             raise
         self.start_seconds = time.monotonic() - begun
         self.build_seconds = max((float(report["build_seconds"]) for report in built), default=self.start_seconds)
-        """The slowest rank's, until its workload was built: a part of ``start_seconds``."""
+        """Time until the slowest rank had built its workload; part of ``start_seconds``."""
 
     def _start(self, threads: int, **how: Any) -> None:
-        """Start every rank where its place is: on this host, or on those that this process leads."""
+        """Start every rank at its place: on this host, or on the hosts that this process leads."""
         cluster = current()
         places = cluster.places(self.config) if cluster else [Place(i, "", None) for i in range(self.config.world_size)]
         if cluster and len(places) > 1:
@@ -119,14 +119,14 @@ class Group(AbstractContextManager["Group"]):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that this process has started itself, which are the first ones."""
+        """Process ids of the ranks on this host, which come first."""
         return [rank.pid for rank in self._ranks if isinstance(rank, LocalRank)]
 
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
-        """Run a window on every rank; ``limit`` is the longest silence of a rank, in seconds.
+        """Run a window on every rank and return their reports; ``limit`` is the longest silence of a rank in seconds.
 
-        ``start`` and ``end`` are seconds of this host's clock. Those of another host, whose clock has nothing to do
-        with it, are moved so that its ranks leave the barrier before the window when those of this host do.
+        ``start`` and ``end`` in a report are seconds on this host's clock. Since the clocks of other hosts are
+        unrelated, their times are shifted so that all hosts leave the barrier before the window at the same time.
         """
         reports = self.ask("window", limit, stage, settle=settle, steps=steps)
         self._pause()
@@ -138,61 +138,61 @@ class Group(AbstractContextManager["Group"]):
         return reports
 
     def witness(self) -> list[dict[str, Any]]:
-        """What each rank says of itself."""
+        """Return the actual settings of each rank."""
         said = self.ask("witness", self.limits.build_seconds, "reading the witness")
         self._pause()
         return said
 
     def _pause(self) -> None:
-        """Stop the ranks here that may do more than they are told, until they are told again."""
+        """Stop the ranks on this host that may have background work, until the next command."""
         if self.config.workload != DDPM or self.config.loader_workers:
             self._paused.stop([rank.leader for rank in self._ranks if isinstance(rank, LocalRank)])
 
     def loaded(self) -> Loaded:
-        """What the first rank has loaded from outside of libraries, and the files of settings that ranks here read."""
+        """Return the non-library code that the first rank loaded, and the settings files that local ranks read."""
         found = Loaded(**self.ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
         return found._replace(settings=sorted(opened(self.folder, "r")))
 
     def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
-        """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
+        """Train ``steps`` steps on every rank and return reports with the mean loss of each step and the seconds."""
         return self.ask("advance", limit, stage, steps=steps)
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
-        """Call a method of the workload on every rank, and return their answers."""
+        """Call a method of the workload on every rank and return the results."""
         return [r["answer"] for r in self.ask("call", limit, f"in {method}", method=method, arguments=arguments)]
 
     def set_threads(self, count: int, limit: float) -> None:
-        """Have every rank compute with so many threads from here on."""
+        """Set the number of compute threads on every rank."""
         self.ask("set_threads", limit, "taking other threads", count=count)
 
     def finish(self) -> list[dict[str, Any]]:
-        """End the ranks in order and return their summaries."""
+        """Shut the ranks down cleanly and return their summaries."""
         summaries = self.ask("finish", self.limits.finish_seconds, "finishing")
         self.kill()
         return summaries
 
     def kill(self) -> None:
-        """Kill whatever is left of the group, loader workers and compilers included, and remove its folder."""
+        """Kill all remaining processes of the group, including loader workers and compilers, and remove its folder."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.close()
         self._ranks = []
         self.written |= opened(self.folder, "w")
-        with suppress(OSError):  # what others own in it stays
+        with suppress(OSError):  # files of other users cannot be removed
             self._private.cleanup()
 
     def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Give every rank a command, and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""
+        """Send a command to every rank and return the reports; ``limit`` is the longest silence. Raises GroupFailed."""
         self._paused.resume()
         for rank in self._ranks:
             rank.tell(command, arguments)
         return self._reports(limit, stage)
 
     def _looks(self, stage: str, ears: Callable[[], list[Any]]) -> Iterator[tuple[list[Any], float]]:
-        """Wake when one of the ``ears`` is ready, or after half a second: which are, and how long this was awake.
+        """Yield whenever one of ``ears`` is ready, and every half second: (those that are ready, seconds so far).
 
-        A limit that was over while this process was stopped itself, as with a whole suspended job, begins anew.
+        The seconds restart at 0 after this process was stopped, as in a suspended job, so that no limit is exceeded.
         """
         self._stage = stage
         begun = shown = since = now = time.monotonic()
@@ -206,7 +206,7 @@ class Group(AbstractContextManager["Group"]):
                 self.progress(f"{stage}, {now - begun:.0f} s")
 
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
-        """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
+        """Wait for every rank's report and return all. Raises GroupFailed if a rank fails or is silent for too long."""
         self._blame()
         Group._awake = self
         pending = dict(enumerate(self._ranks))
@@ -220,7 +220,7 @@ class Group(AbstractContextManager["Group"]):
                 break
             lives = {number: rank.life() for number, rank in pending.items()}
             last = min(life.steps for life in lives.values())
-            # Whoever waits for others is not behind them. All make the same marks: in one step those say who waits.
+            # A rank that waits for others is ahead of them. All make the same marks, which show this within a step.
             behind = {number: life for number, life in lives.items() if life.steps == last}
             if awake > limit and all(life.silent_seconds > limit for life in behind.values()):
                 self._silent(behind, limit)
@@ -228,9 +228,9 @@ class Group(AbstractContextManager["Group"]):
         return [rank.report for rank in self._ranks]
 
     def _blame(self) -> None:
-        """Where the fork server was killed, the group that was awake last has done so, and ends; ranks of others go on.
+        """If the fork server was killed, blame the group that ran last; ranks of other groups go on.
 
-        A killed process takes a while to end, and another group may be the first to see it.
+        This group may not be the one to blame, since a killed process takes a while to end.
         """
         if server_died() and Group._awake:
             Group._awake._guilty = f"the process that starts the ranks was killed while {Group._awake._stage}"
@@ -238,7 +238,7 @@ class Group(AbstractContextManager["Group"]):
             raise GroupFailed("crashed", self._guilty)
 
     def _name(self, number: int) -> str:
-        """A rank for people, with its host and GPU where the number alone would not find it."""
+        """Return a readable name of a rank, with its host and GPU if any."""
         rank = self._ranks[number]
         gpu = f"cuda:{rank.job.device_index}" if self.config.device == "cuda" else ""
         place = ", ".join(filter(None, (rank.host and f"host {rank.host}", gpu)))
@@ -249,19 +249,19 @@ class Group(AbstractContextManager["Group"]):
         return f"{life.phase!r} of step {life.steps + 1}"
 
     def _silent(self, behind: dict[int, Life], limit: float) -> NoReturn:
-        """Name the ranks for which the others wait; of some that stopped at one mark nobody can say who for whom."""
+        """Raise GroupFailed with the ranks that the others wait for: those that stopped at the earliest mark."""
         least = min(life.marks for life in behind.values())
         stacks = {n: self._ranks[n].stack() for n, life in behind.items() if life.marks == least}
         doing = self._doing(min(stacks))
         mains = [own_places(stack.rpartition("Current thread")[2])[:1] for stack in stacks.values()]  # the innermost
         places = "".join(dict.fromkeys(f" ({place})" for main in mains for place in main))
-        how = f"showed no sign of life for {self.limits.told(limit)} while {self._stage}, in {doing}{places}"
+        how = f"showed no sign of life for {self.limits.describe(limit)} while {self._stage}, in {doing}{places}"
         raise GroupFailed("timed out", f"{', '.join(map(self._name, stacks))} {how}", "\n".join(stacks.values()))
 
     def _fail(self) -> NoReturn:
-        """Name the rank that failed first: one that was killed or left without a word, else the earliest error.
+        """Raise GroupFailed for the rank that failed first: one that ended without a report, else the earliest error.
 
-        The others often fail a moment later, because their collective broke; give every report time to arrive.
+        Other ranks often fail a moment later because their collective broke, so all reports get time to arrive.
         """
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns."""
+"""Measure one set: isolated groups are built and warmed up one by one, and then take turns in short timed windows."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 
 CHUNK = 5
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
-STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree so well, or after so long
-SETTLE_SECONDS = 0.1  # untimed steps after a sleep go on for no longer than this: the first one refills the caches
-CACHE_DAYS = 30.0  # compile caches of another code version are kept for so long after their last use
+STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree within this share, or after this time
+SETTLE_SECONDS = 0.1  # maximum time of untimed steps after a sleep, of which the first one refills the caches
+CACHE_DAYS = 30.0  # compile caches of other code versions are deleted this long after their last use
 CARD_SHARE = 0.7  # groups share a GPU only while they use less than this share of its memory
-WINDOW_OVERHEAD_SECONDS = 0.03  # what waking a group and reading the machine's state take beside a window
-TURNS_ALONE = 6  # turns of a set whose groups are started for every turn, where nothing else is planned
+WINDOW_OVERHEAD_SECONDS = 0.03  # time for waking a group and reading the machine's state, in addition to a window
+TURNS_ALONE = 6  # default number of turns in a set whose groups are restarted for every turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """What measuring needs to know of this machine and this run, the same for every set."""
+    """What measuring needs to know about this machine and this run; the same for every set."""
 
     code: CodeVersion
     cache: Path
@@ -52,7 +52,7 @@ class Instrument:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A configuration, and the role it plays in a set."""
+    """A configuration and its role in a set."""
 
     role: str
     label: str
@@ -61,7 +61,7 @@ class Member:
 
 
 class Seat:
-    """A member while it is measured: its group, and what is known of it so far."""
+    """A member while it is being measured: its group and the results so far."""
 
     def __init__(self, member: Member, plan: Plan, instrument: Instrument) -> None:
         self.member, self.config, self.plan, self.instrument = member, member.config, plan, instrument
@@ -86,12 +86,12 @@ class Seat:
 
     @property
     def prefetch_batches(self) -> int:
-        """Batches that may lie ready before a window."""
+        """Number of batches that may be prefetched before a window."""
         return max((int(w.get("prefetch_batches", 0)) for w in self.witness), default=0)
 
     @property
     def card_share(self) -> float:
-        """Share of the GPU's memory that all groups on it use by now; 0 on a CPU."""
+        """Share of the GPU's memory that all groups on it use at this point; 0 on a CPU."""
         on_gpus = [w for w in self.witness if "device_used_bytes" in w]
         return max((w["device_used_bytes"] / w["device_total_bytes"] for w in on_gpus), default=0.0)
 
@@ -99,17 +99,17 @@ class Seat:
         self.instrument.progress(f"{self.member.label}: {text}")
 
     def _add(self, stage: str, seconds: float) -> None:
-        """Add to a stage; a group that is started for every turn goes through each stage several times."""
+        """Add to the seconds of a stage. A group that is restarted for every turn goes through stages repeatedly."""
         self.stages[stage] = self.stages.get(stage, 0.0) + max(0.0, seconds)
 
     def open(self) -> None:
-        """Start a group, warm it up until its steps are steady, and let its witness speak. Raises GroupFailed."""
+        """Start a group, warm it up until its steps are steady, and read its witness. Raises GroupFailed."""
         self.start()
         self._warm_up()
         self.hear_witness()
 
     def start(self) -> None:
-        """Start a group that has not made a step yet. Raises GroupFailed."""
+        """Start a group without running any steps. Raises GroupFailed."""
         config, instrument, self.started_now = self.config, self.instrument, True
         code = instrument.code.of(config.revision)
         self.say("starting")
@@ -123,17 +123,17 @@ class Seat:
         self._add("build", self.alive.build_seconds)
 
     def hear_witness(self) -> None:
-        """Let every rank say what it is. Raises GroupFailed where the label says otherwise."""
-        if self._filled is not None:  # whoever has made steps by now has compiled
+        """Ask every rank for its actual settings. Raises GroupFailed if they differ from the configuration."""
+        if self._filled is not None:  # after its first steps a group has compiled everything
             self._filled.touch()
         self.witness = self.alive.witness()
-        for rank, losses in zip(self.witness, self._first_losses, strict=False):  # none of a group that did not warm up
+        for rank, losses in zip(self.witness, self._first_losses, strict=False):  # empty without a warm-up
             rank["first_losses"] = losses if all(map(math.isfinite, losses)) else []
         if wrong := mismatches(self.config, self.witness):
             raise GroupFailed("refused", "; ".join(wrong))
 
     def _compile_cache(self) -> dict[str, str]:
-        """Environment that points the compiler at caches the lab owns; a cold member fills them anew."""
+        """Return environment variables that direct the compiler to the lab's caches, emptied for a cold compile."""
         if self.config.compile == "off":
             return {}
         version = self.instrument.cache / "compile" / self.instrument.code.key
@@ -144,26 +144,27 @@ class Seat:
                 if time.time() - other.lstat().st_mtime > CACHE_DAYS * 86400:
                     shutil.rmtree(other, ignore_errors=True)  # which follows no link
         work = self.config
-        if work.purpose == "quality":  # the seeds of a trial share one cache, with the runs that are timed
+        if work.purpose == "quality":  # all seeds of a trial share the cache of the timed runs
             trained = work.workload if work.is_own else DDPM
             work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
-        folder = version / f"{machine().key}-{work.run_id}"  # of a checkout that several machines share
+        folder = version / f"{machine().key}-{work.run_id}"  # several machines may share a checkout
         self._filled = folder / "filled"
         self.compile_cache = "warm" if self._filled.exists() and self.member.role != "cold" else "cold"
         if self.compile_cache == "cold":
-            shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
+            shutil.rmtree(folder, ignore_errors=True)  # a killed compile leaves an incomplete cache
         folder.mkdir(parents=True, exist_ok=True)
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            # Helper processes compile while nothing is timed, and end when the witness is heard.
+            # Helper processes compile while nothing is timed, and end when the witness is read.
             "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.compile_cache == "cold" else 1),
         }
 
     def _warm_up(self) -> None:
-        """Step until two windows in a row agree within 10 %, or for ``WARMUP_SECONDS``.
+        """Run steps until two consecutive windows agree within ``STEADY``, or for ``WARMUP_SECONDS``.
 
-        At least ``plan.warmup_steps`` within that time. The first step is apart: it compiles, and cuDNN chooses.
+        At least ``plan.warmup_steps`` are run if they fit into that time. The first step, which compiles and in which
+        cuDNN chooses algorithms, is timed separately.
         """
         compiled = self.config.compile != "off"
         self._first_losses = [[] for _ in self._losses]
@@ -197,15 +198,15 @@ class Seat:
 
     @property
     def settle_steps(self) -> int:
-        """Untimed steps before a window: what was prefetched, and the first after a sleep unless they are long."""
+        """Number of untimed steps before a window, which refill the caches and consume prefetched batches."""
         awake = math.ceil(SETTLE_SECONDS / max(self.warm_step_seconds, 1e-6)) if self.warm_step_seconds < 1 else 0
         return max(min(self.plan.settle_steps, awake), self.prefetch_batches)
 
     @property
     def silence_limit(self) -> float:
-        """Seconds that a rank may be silent in a window; somebody's own code, heard at each step, evaluates too.
+        """Seconds that a rank may be silent in a window; longer for the user's code, which may evaluate between steps.
 
-        Of ranks, less than a collective waits: who waits for a rank that hangs does not fail first.
+        For ranks this is less than the timeout of a collective, so that the rank that hangs is blamed, not its peers.
         """
         limits = self.instrument.limits
         if self.config.command:
@@ -217,8 +218,8 @@ class Seat:
         return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int) -> None:
-        """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
-        # A queue that filled meanwhile is used up even where workers make four batches in five steps.
+        """Measure a timed window, after enough untimed steps to consume prefetched batches. Raises GroupFailed."""
+        # Enough steps to empty a full queue even if workers load four batches in five steps.
         full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
         how, self.started_now = {"settle": max(self.settle_steps, full), "steps": steps}, False
         with self.watched() as watch:
@@ -244,14 +245,14 @@ class Seat:
         )
 
     def watched(self) -> Watch:
-        """A watch over this host, and over its GPUs that the ranks said they are on."""
-        pids, seen = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
-        # Of ranks on other hosts nothing is known here, and so it is not of all GPUs of the group together.
-        gpus = {uuid: pid for uuid, pid in zip(seen, pids, strict=True) if uuid} if len(pids) == len(seen) else {}
+        """Return a watch over this host and over the GPUs that the ranks reported."""
+        pids, uuids = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
+        # Ranks on other hosts cannot be watched from here, so a group with such ranks has no GPUs watched at all.
+        gpus = {uuid: pid for uuid, pid in zip(uuids, pids, strict=True) if uuid} if len(pids) == len(uuids) else {}
         return Watch(gpus)
 
     def finish(self) -> None:
-        """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
+        """Shut the group down cleanly and keep the summaries of its ranks. Raises GroupFailed."""
         begun = time.monotonic()
         summaries = self.alive.finish()
         if wrong := [line for summary in summaries for line in consumption(self.config, summary)]:
@@ -270,25 +271,25 @@ class Seat:
 
 
 def log_of(cache: Path, config: RunConfig) -> Path:
-    """Where what a command prints is kept: in ``trace_output/``, a file for each configuration."""
+    """Return the file that keeps the output of a command: one per configuration, in ``trace_output/``."""
     return cache.parent / "scripts" / f"{config.run_id}.log"
 
 
 def seen_of_machine(watch: Watch, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a window's record says of the machine; of memory each kind of the rank that holds most of it, in bytes."""
+    """Return the fields of a window on the machine's state, with the largest memory of any rank, by kind, in bytes."""
     others, stolen = (None, None) if side_by_side() else (watch.others_cores, watch.stolen_seconds)
-    held = {kind: folded(max, [rank["memory"].get(kind) for rank in reports]) for kind in reports[0]["memory"]}
+    memory = {kind: folded(max, [rank["memory"].get(kind) for rank in reports]) for kind in reports[0]["memory"]}
     return {
         "others_cores": None if others is None else round(others, 3),
         "stolen_seconds": None if stolen is None else round(stolen, 3),
-        "state": watch.state | held | reports[0].get("state", {}),
+        "state": watch.state | memory | reports[0].get("state", {}),
     }
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next.
+    """Return the seconds of each step, measured between the times at which the slowest rank finished each step.
 
-    Raises GroupFailed where they took no time.
+    Raises GroupFailed if the median is not above 0.
     """
     ends = [max(step) for step in zip(*([r["start"] + end for end in r["step_ends"]] for r in ranks), strict=True)]
     seconds = [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
@@ -298,15 +299,15 @@ def slowest(ranks: list[dict[str, Any]]) -> list[float]:
 
 
 def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
-    """Orders of ``count`` configurations over ``turns`` turns: rows of a Williams square (Williams 1949).
+    """Return an order of ``count`` configurations for each turn: rows of a Williams square (Williams 1949).
 
-    Over a whole square each stands at every position and follows every other equally often. ``seed`` (the set's own)
-    shuffles rows and names, so that what one set leaves unbalanced the sets together do not.
+    Over a whole square, each configuration takes every position and follows every other one equally often. ``seed``,
+    which differs between sets, shuffles rows and names, so that incomplete squares are balanced over many sets.
     """
     rng = random.Random(seed)
     zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]
     rows = [[(step + shift) % count for step in zigzag] for shift in range(count)]
-    if count % 2:  # an odd square is balanced for who goes before only together with its mirror image
+    if count % 2:  # with an odd count, predecessors are balanced only together with the mirrored square
         rows += [row[::-1] for row in rows]
     rng.shuffle(rows)
     names = list(range(count))
@@ -317,12 +318,12 @@ def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
 def steps_of_windows(
     plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], least_steps: Sequence[int]
 ) -> list[int]:
-    """Steps of a timed window for each configuration of a set, so that all process the same number of images.
+    """Return the number of steps in a timed window of each configuration, so that all process equally many images.
 
-    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps, and the most
-    of ``least_steps``. The slowest window is held to about ten times ``plan.window_seconds`` unless the fewest steps
-    already take longer: a ratio that large needs no long window. Where batch sizes have no common multiple so small,
-    the numbers of images differ by up to half a batch.
+    The fastest configuration fills ``plan.window_seconds``, and all run at least ``plan.window_steps`` and the maximum
+    of ``least_steps``. The slowest window is limited to about ten times ``plan.window_seconds`` unless the minimum of
+    steps takes longer, since a ratio that large does not need long windows. If the least common multiple of the batch
+    sizes is too large, the numbers of images differ by up to half a batch.
     """
     least = max(plan.window_steps, *least_steps)
     unit = math.lcm(*batch_sizes)
@@ -331,21 +332,21 @@ def steps_of_windows(
     slowest = max(s / b for b, s in pairs)  # seconds per image
     affordable = max(max(batch_sizes) * least, 10 * plan.window_seconds / slowest)
     images = min(needed, affordable)
-    if unit <= 4 * affordable:  # not so of 250 and 256: they get about as many images, which ratios are per
+    if unit <= 4 * affordable:  # otherwise, as for 250 and 256, image counts are only about equal: ratios are per image
         images = math.ceil(images / unit) * unit
     return [max(least, round(images / b)) for b in batch_sizes]
 
 
-Turns = Callable[[float, float], int]  # from the seconds that groups took to start and those of a turn
-Work = Callable[[Seat], dict[str, Any]]  # from its seat to what the record says of it, by name
+Turns = Callable[[float, float], int]  # (seconds to start the groups, seconds of a turn) -> number of turns
+Work = Callable[[Seat], dict[str, Any]]  # does the work and returns fields of the record, by name
 
 
-class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a defect
-    """The groups of a set cannot share the card."""
+class _DoesNotFitTogether(Exception):  # noqa: N818 - handled by starting the groups separately
+    """The groups of a set do not fit on the GPU together."""
 
 
 class _Set:
-    """One set of one family while it is measured; the first member is the baseline."""
+    """A set of a family while it is being measured; its first member is the baseline."""
 
     def __init__(
         self,
@@ -365,7 +366,7 @@ class _Set:
         self.environment = environment()
 
     def together(self) -> None:
-        """Every group lives for the whole set, one awake at a time."""
+        """Measure the set with all groups alive throughout; only one of them runs at any time."""
 
         def open_beside_others(seat: Seat) -> None:
             seat.open()
@@ -385,7 +386,7 @@ class _Set:
             turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
         candidates = [s for s in self.seats if s.member.role == "candidate"]
-        # Where nothing is left to compare, the baseline's speed is all there is to learn.
+        # If all candidates failed, one turn is enough for the baseline's speed.
         turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
         self._take_turns(Seat.window, steps, turns)
         for seat in self.seats:
@@ -393,7 +394,7 @@ class _Set:
                 self.guard(seat, Seat.finish)
 
     def one_at_a_time(self) -> None:
-        """The fallback where groups do not fit on the card together: each turn starts each group again."""
+        """Measure the set with groups that do not fit on the GPU together: each turn starts each group again."""
 
         def visit(seat: Seat, *window: int) -> None:
             seat.open()
@@ -403,7 +404,7 @@ class _Set:
 
         self.close()
         self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
-        for seat in self.seats:  # once without a window: equal work needs everybody's speed
+        for seat in self.seats:  # once without a window: equal work depends on the speeds of all
             self.guard(seat, visit)
         if self.baseline_lost():
             return
@@ -411,7 +412,7 @@ class _Set:
         self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
-        """Every living member's window in every turn, until baseline or twin are lost, or the set is too disturbed."""
+        """Run all turns of windows, but stop if the baseline or its twin fails, or if the set is too disturbed."""
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
@@ -420,18 +421,18 @@ class _Set:
                     return
             kept = [self.record(s) for s in self.seats if not s.failure] if self.gives_up else []
             if crowded(kept, to_come=turns - turn - 1):
-                return  # it is measured again anyway
+                return  # the set does not count and will be measured again
 
     def close(self) -> None:
         for seat in self.seats:
             seat.close()
 
     def baseline_lost(self) -> list[Seat]:
-        """The seats to blame where nothing of this set can be compared."""
+        """Return the failed seats without which this set has no comparisons: baseline or twin, if any."""
         return [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
 
     def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
-        """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
+        """Run ``action`` unless the seat has failed; on failure, store the error and kill the group."""
         if seat.failure:
             return
         try:
@@ -446,13 +447,13 @@ class _Set:
     def _steps(self) -> dict[Member, int]:
         alive = [s for s in self.seats if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
-        # Twice what workers hold ready evens out what they do. One batch ahead is made for each one that is taken.
+        # Two full queues average out the work of loader workers. A queue of one batch is refilled at every step.
         least = [2 * s.prefetch_batches for s in alive if s.prefetch_batches > 1]
         counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *least])
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 
     def record(self, seat: Seat, **found: Any) -> RunRecord:
-        """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
+        """Return the record of a member, with ``found`` as further fields. A failure has a reason and no windows."""
         config, failure = seat.config, seat.failure
         stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
         windows = [] if failure else seat.windows
@@ -473,7 +474,7 @@ class _Set:
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
             primary=seat.member.primary,
-            # More ranks than cores fight for them, and a user's own code alone trains on the CPU beside a GPU.
+            # Oversubscribed ranks compete for cores. On a machine with GPUs, only a user's code trains on the CPU.
             mechanism_only=config.oversubscribe or (bool(gpus) and config.device == "cpu" and not own),
             stages=stages,
             compile_cache=seat.compile_cache,
@@ -497,9 +498,9 @@ def measure_set(
 ) -> list[RunRecord]:
     """Measure one set and return the records of its members, the baseline first, to be appended together.
 
-    A member that fails becomes a row with its reason; without a baseline only what failed is recorded. ``turns`` gives
-    the turns of a plan that has none; ``where`` are the experiment and the family. With ``gives_up`` a set ends when
-    others have disturbed it so much that it cannot count.
+    The record of a member that fails has the reason; if the baseline or its twin fails, only failures are recorded.
+    ``turns`` computes the number of turns if the plan does not give it; ``where`` has the experiment and the family.
+    With ``gives_up``, the set ends early if other processes have disturbed it too much for it to count.
     """
     with contextlib.closing(_Set(instrument, members, plan, where, turns=turns, gives_up=gives_up)) as run:
         try:
@@ -510,7 +511,7 @@ def measure_set(
 
 
 def warm_up_alone(seat: Seat) -> dict[str, Any]:
-    """Start and warm up, and find nothing."""
+    """Start and warm up a group; return no fields."""
     seat.open()
     return {}
 
@@ -518,7 +519,7 @@ def warm_up_alone(seat: Seat) -> dict[str, Any]:
 def measure_alone(
     instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
-    """One group on its own, which does some ``work``; ``where`` are the experiment and the family."""
+    """Run ``work`` on a group of its own and return its record; ``where`` has the experiment and the family."""
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:

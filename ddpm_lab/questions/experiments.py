@@ -416,7 +416,7 @@ def _note_space(campaign: Campaign, space: Space) -> None:
     """Record what the search could choose from, and which family measures again what it found, once for each answer."""
     (family,) = campaign.experiment.families
     label = family.candidates[0][0] if family.candidates else family.baseline_label
-    record = campaign.told("space", family.name, label, space.baseline, space.baseline)
+    record = campaign.unmeasured("space", family.name, label, space.baseline, space.baseline)
     record = dataclasses.replace(record, space=space.as_dict())
     here = ("space", record.machine.key, record.code_version)
     told = [r for r in campaign.ledger.read()[0] if (r.role, *r.cohort[:2]) == here]

@@ -1,4 +1,4 @@
-"""What an experiment trains on which images, what the machine offers, the trainer's defaults, and a user's training."""
+"""What an experiment trains, on which images and machine, the trainer's defaults, and the user's own training."""
 
 import contextlib
 import dataclasses
@@ -35,9 +35,9 @@ OWN_DATA = "own-"
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 CPU_PRECISIONS = ("fp32", "bf16")
 FOR_OWN = ("profile", "multi_gpu", "amp", "workers", "torch_compile", "batch_size")
-"""Questions that can be asked of a training of the user's."""
+"""Questions that can be asked about the user's own training."""
 OWN_BATCH = 8
-"""Images of the one step in which such a training is tried."""
+"""Number of images in the single step that tests the user's own training."""
 
 # Settings that several questions take.
 WorldSizes = Annotated[Sequence[int] | None, Opt("numbers of ranks, such as 1,2,4", least=1)]
@@ -50,13 +50,13 @@ Workers = Annotated[int | None, Opt("worker processes that decode files while th
 
 
 FUSED_NEEDS: dict[str, Any] = {"device": "cpu", "compile": "off", "channels_last": True, "implementation": "lab"}
-"""Settings beside which fused kernels are usual."""
+"""The settings with which fused kernels are the default."""
 
 
 def usual_settings(device: str) -> dict[str, Any]:
-    """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32."""
+    """Return the trainer's default settings for speed on a device; none was measured slower than plain fp32."""
     if device == "cuda":
-        capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
+        capability = least_capability() or (8, 0)  # without a GPU, as when settings are only listed
         # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
         compiles = capability >= (7, 0) and not missing_to_compile("cuda")
@@ -69,10 +69,10 @@ def usual_settings(device: str) -> dict[str, Any]:
 
 
 def fused_lacking(config: RunConfig) -> str:
-    """Why fused kernels, which are usual here, cannot be compiled or loaded; empty where they can. Imports torch."""
+    """Return why the default fused kernels cannot be compiled or loaded; empty if they can. Imports torch."""
     if any(getattr(config, name) != value for name, value in FUSED_NEEDS.items()):
         return ""
-    from ddpm_lab.diffusion.kernels import library  # noqa: PLC0415 - only where they are wanted
+    from ddpm_lab.diffusion.kernels import library  # noqa: PLC0415 - only if they are used
 
     try:
         library()
@@ -82,22 +82,22 @@ def fused_lacking(config: RunConfig) -> str:
 
 
 def emulated(config: RunConfig) -> str:
-    """The warning of a number format that this processor has no instructions for."""
+    """Return a warning if this processor has no instructions for the number format, else an empty string."""
     if config.device != "cpu" or config.precision != "bf16" or multiplies_bf16():
         return ""
     return "precision bf16 is emulated on this processor, many times slower than fp32: leave it out"
 
 
 def torchs_precision(device: str) -> str:
-    """The precision of code that sets none: from capability 8.0 on torch computes convolutions in tf32.
+    """Return torch's default precision: tf32 for convolutions from compute capability 8.0 on, else fp32.
 
-    Matrix products, a small part of these networks, it leaves in fp32; here they are in tf32 too.
+    Torch computes matrix products, a small part of these networks, in fp32; the lab uses tf32 for them, too.
     """
     return "tf32" if device == "cuda" and (least_capability() or (8, 0)) >= (8, 0) else "fp32"
 
 
 class Images(NamedTuple):
-    """Prepared images: the folder, the content hash, and a name for people."""
+    """Prepared images: the folder, the content hash, a readable name, and the image size."""
 
     folder: str
     sha256: str
@@ -107,9 +107,9 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A training of the user's as it was tried.
+    """The user's own training, after a test of one step.
 
-    ``offers`` are some of training, dataset, loss, held_out_loss, and eager, where it compiles nothing by itself.
+    ``offers`` contains some of training, dataset, loss, held_out_loss, and eager (it does not call torch.compile).
     """
 
     name: str
@@ -119,16 +119,16 @@ class Own:
 
     @property
     def own_format(self) -> bool:
-        """Whether its number format is its own, which the lab cannot set."""
+        """Whether the training chooses its number format itself, so that the lab cannot set it."""
         return "loss" not in self.offers
 
     @property
     def sha256(self) -> str:
-        """In the place of a data hash: only what was made alike is compared."""
+        """Used as the data hash, so that only equal trainings are compared."""
         return own_data(self.name) + digest(dict(self.options))
 
     def settings(self) -> dict[str, Any]:
-        """The settings that every configuration of it has: it is trained as its code is written."""
+        """Return the settings that all of its configurations share: the training runs as its code is written."""
         return {
             "workload": OWN,
             "options": (("make", self.name), *self.options),
@@ -138,7 +138,7 @@ class Own:
         }
 
     def lacks(self, question: str) -> str:
-        """Why a question cannot be asked of it; empty where it can."""
+        """Return why a question cannot be asked about this training; empty if it can."""
         if question != "profile" and "training" not in self.offers:
             return (
                 f"{self.name} does its own steps, in which nothing can be set: let it return a "
@@ -154,13 +154,13 @@ class Own:
 
 
 def own_data(name: str) -> str:
-    """How the data hash of a user's training begins."""
+    """Return the prefix of the data hash of the user's training ``name``."""
     return f"{OWN_DATA}{digest(name)[:6]}-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all configurations of an experiment have in common, and what the machine offers."""
+    """What all configurations of an experiment have in common, and the resources of the machine."""
 
     preset: str
     network: str
@@ -171,10 +171,10 @@ class Setup:
     seed: int = 0
     oversubscribe: bool = False
     hosts: int = 1
-    places: int = 0  # ranks that a job has room for on each host; 0 is as many as there are devices
-    limited: bool = False  # usable_cores are fewer than the machine has: other processes take the rest
-    own: Own | None = None  # a training of the user's, in place of the network and the images
-    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # number and memory format by other trainer
+    places: int = 0  # maximum number of ranks of a job on each host; 0 means one per device
+    limited: bool = False  # usable_cores excludes cores that other processes use
+    own: Own | None = None  # the user's own training, instead of the network and the images
+    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # number and memory format, by peer trainer
 
     def config(self, **settings: Any) -> RunConfig:
         common = {
@@ -200,31 +200,34 @@ class Setup:
 
     @property
     def node_size(self) -> int:
-        """Ranks that one host can give a device of their own."""
+        """Maximum number of ranks on one host with a device each."""
         devices = self.gpus if self.device == "cuda" else self.usable_cores
         return min(devices, self.places) if self.places else devices
 
     @property
     def most_ranks(self) -> int:
-        """Ranks that all hosts together can give a device of their own."""
+        """Maximum number of ranks on all hosts with a device each."""
         return self.hosts * self.node_size
 
     @property
     def doubled_ranks(self) -> list[int]:
-        """1, 2, 4, ... as far as ranks have a device of their own."""
+        """The powers of two up to ``most_ranks``."""
         return [2**i for i in range(self.most_ranks.bit_length())]
 
     def nodes(self, ranks: int) -> int:
-        """Over how many hosts so many ranks are spread: as few as have room for them."""
+        """Return the number of hosts for ``ranks`` ranks: as few as have enough places."""
         return min(self.hosts, -(-ranks // self.node_size)) if self.places else 1
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
-        """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
+        """Return ``asked``, or the preset's global batch size: 128, or 8 on a CPU except in ``full``."""
         usual = 128 if self.device == "cuda" or self.preset == "full" else 8
         return -(-usual // ranks) * ranks if asked is None else asked
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
-        """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
+        """Return the world sizes in ``asked``, or without them those in ``usual`` that this machine can run.
+
+        Raises ConfigError if it cannot run one of ``asked``.
+        """
         if asked is None:
             return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
         for ranks in asked:
@@ -232,51 +235,51 @@ class Setup:
         return sorted(set(asked))
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError for more ranks than the machine has devices for."""
+        """Raise ConfigError if there are more ranks than devices."""
         each = ranks // self.nodes(ranks)
         check_ranks(self.device, each, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
 
     def files(self, loader_workers: int) -> dict[str, Any]:
-        """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
+        """Return the settings of a loader that decodes files on demand. Raises ConfigError for too many workers."""
         check_cores("loader_workers", loader_workers, self.usable_cores)
         return {"loader": "files", "loader_workers": loader_workers}
 
     def ranks_label(self, ranks: int) -> str:
-        """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
+        """Return a label such as ``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
         return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' * (ranks > 1)}{hosts}"
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
-        """A family's name for people: what everything in it has in common."""
+        """Return the readable name of a family: the network or training, batch, image size and ranks."""
         return ", ".join([self.own.name if self.own else self.network, *self._words(batch, ranks, per_rank)])
 
     @property
     def plain_precision(self) -> str:
-        """In which a baseline computes: fp32, and a training of the user's as torch does where code says nothing."""
+        """The precision of a baseline: fp32, or torch's default for the user's own training."""
         return torchs_precision(self.device) if self.own and not self.own.own_format else "fp32"
 
     @property
     def usual_precision(self) -> str:
-        """In which the preset compiles: bf16, unless the number format is not the lab's to set."""
+        """The precision of compiled configurations: bf16, or fp32 if the user's training chooses its number format."""
         return "fp32" if self.own and self.own.own_format else "bf16"
 
     def precision_name(self, precision: str) -> str:
-        """A number format for people."""
+        """Return a readable name of a number format."""
         return "own number format" if self.own and self.own.own_format else precision
 
     def splits_scaling(self, asked: bool | None) -> bool:
-        """Whether the lost scaling is split into its causes; None does so in ``full``, where it can be."""
+        """Return whether to split the lost scaling into its causes; if ``asked`` is None, only in ``full``."""
         if self.own and asked:
             raise ConfigError(f"lost_scaling splits the step of the lab's own trainer, not that of {self.own.name}")
         return self.preset == "full" and not self.own if asked is None else asked
 
     def loader_name(self, batch: int) -> str:
-        """What a loader alone loads, for people."""
+        """Return the readable name of a family that measures the loader alone."""
         return self.family_name(batch) if self.own else ", ".join(self._words(batch))
 
     @property
     def why_alone(self) -> str:
-        """Why a machine with one device measures no second rank."""
+        """The reason why a machine with one device does not measure two ranks."""
         if self.limited and self.device == "cpu":
             return "one core is free, since other processes take the rest; each rank needs its own"
         have = "GPU" if self.device == "cuda" else "usable core"
@@ -284,12 +287,12 @@ class Setup:
 
     @property
     def cores_name(self) -> str:
-        """The cores that can be measured with, for people."""
+        """The number of cores that can be used, such as "4 free cores"."""
         kind = "free" if self.limited else "usable"
         return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
 
     def _words(self, batch: int | None, ranks: int | None = None, per_rank: bool = False) -> list[str]:
-        """Batch and ranks where they are known, and the size of images where it is not CIFAR's: ``64x64 pixels``."""
+        """Return the batch, the image size unless it is 32, and the ranks in words; None leaves one out."""
         size = self.images.image_size
         pixels = f"{size}x{size} pixels" if size != 32 else ""
         step = f"batch {batch}{' per rank' * per_rank}" if batch else ""
@@ -297,7 +300,7 @@ class Setup:
 
 
 def usual_device(device: str | None) -> str:
-    """The device, or the GPU where there is one. Raises ConfigError for a GPU that torch cannot use."""
+    """Return ``device``, or by default the GPU if there is one. Raises ConfigError for a GPU that torch cannot use."""
     if device in (None, "cuda") and (trouble := gpu_trouble()):
         raise ConfigError(trouble)
     return device or ("cuda" if hardware.gpus() else "cpu")
@@ -306,10 +309,10 @@ def usual_device(device: str | None) -> str:
 def check_ranks(
     device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool | None = None, *, limited: bool = False
 ) -> None:
-    """Raise ConfigError without torch, for a GPU that it cannot use, and for more ranks than GPUs, or usable cores.
+    """Raise ConfigError if torch is missing or cannot use the GPU, or if ranks outnumber GPUs or usable cores.
 
-    With ``oversubscribe`` ranks share them; None where they cannot. ``limited`` cores are those that other processes
-    leave free.
+    With ``oversubscribe``, ranks share devices; None means that this is not possible. ``limited`` says that other
+    processes use the remaining cores.
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
@@ -331,26 +334,26 @@ def check_ranks(
 
 
 def check_cores(name: str, count: int, usable_cores: int, ranks: int = 1) -> None:
-    """Raise ConfigError for more workers or threads than a rank has cores; one is never refused."""
+    """Raise ConfigError if there are more workers or threads than cores for a rank; one is always allowed."""
     most = max(1, usable_cores // ranks)
     if count > most:
         give = "that" if ranks == 1 else f"{most} to each of {ranks} ranks"
         raise ConfigError(f"{name} is {count}: {usable_cores} cores are usable, give at most {give}")
 
 
-# A training of the user's, tried before anything is measured: one rank makes it and does one step. What cannot be
-# imported, returns the wrong thing or fails is refused here in one sentence, with the line.
+# The user's own training is tested before anything is measured: one rank creates it and runs one step. Errors in
+# importing it, in what it returns or in its step are reported here in one sentence, with the line.
 
 
 def find_here() -> None:
-    """The folder one works in may hold the module: a script finds it there, a command does not by itself."""
+    """Add the working directory to the Python path, where a script finds modules but an installed command does not."""
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)  # first, as for a script: train.py and test.py are common names
 
 
 def check_name(question: str, name: object) -> None:
-    """Raise ConfigError for a training of the user's that is not named so that it is found, or cannot be asked of."""
+    """Raise ConfigError if ``name`` is no importable module:function, or if the question needs the lab's trainer."""
     module, _, function = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not module or not function.isidentifier() or module.endswith(".py"):
         how = "module:function, such as mine:make, without .py"
@@ -362,30 +365,33 @@ def check_name(question: str, name: object) -> None:
         )
     find_here()
     top, spec = module.partition(".")[0], None
-    with contextlib.suppress(ValueError):  # of a name that begins with a dot
+    with contextlib.suppress(ValueError):  # the name begins with a dot
         spec = importlib.util.find_spec(top)
     if spec is None or top == "__main__":
         raise ConfigError(f"workload {name!r}: there is no module {top!r}; is its folder on the Python path?")
 
 
 def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | None = None) -> CodeVersion:
-    """The code that ranks run, in ``tree`` for a revision's. Raises ConfigError where a rank cannot tell it."""
+    """Return the code version of what ranks run, from ``tree`` if given. Raises ConfigError if a rank fails."""
     modules, libraries, settings = dict[str, str](), set[str](), set[str]()
     for config in {config.sources: config for config in configs}.values():
         if not all(map(in_lab, config.sources)):
             revision = tree.revision if tree else config.revision
             eager = dataclasses.replace(config, compile="off", compile_mode="default", revision=revision)
-            _, found = look(eager, instrument, tree)
-            modules.update(found.modules)
-            libraries.update(found.libraries)
-            settings.update(found.settings)
-    # What a later one has written is no setting of an earlier one either.
-    found = Loaded(modules, sorted(libraries), sorted(settings - instrument.code.written))
-    return dataclasses.replace(code_version(found, tree), written=instrument.code.written)
+            _, loaded = look(eager, instrument, tree)
+            modules.update(loaded.modules)
+            libraries.update(loaded.libraries)
+            settings.update(loaded.settings)
+    # Files that any of the configurations has written are not settings.
+    loaded = Loaded(modules, sorted(libraries), sorted(settings - instrument.code.written))
+    return dataclasses.replace(code_version(loaded, tree), written=instrument.code.written)
 
 
 def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
-    """What a workload's first rank says after one step, and what it loaded and read. Raises ConfigError if it fails."""
+    """Run one step of a workload; return the first rank's witness and the code and settings files that it loaded.
+
+    Raises ConfigError if the step fails or the witness does not match the configuration.
+    """
     name = config.sources[-1]
     instrument.progress(f"looking at {name}")
     limit = instrument.limits.build_seconds
@@ -410,19 +416,19 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
 
 
 def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tuple[Own, CodeVersion]:
-    """What the training of ``name`` offers, and its code. Raises ConfigError where its first step fails."""
+    """Test the user's training ``name`` and return it with its code version. Raises ConfigError if its step fails."""
     config = RunConfig(**Own(name=name).settings(), device=device, seed=seed, global_batch_size=OWN_BATCH)
-    seen, loaded = look(config, instrument)
-    offers = ("training", *seen["offers"]) if "offers" in seen else ()
-    options = [(key, seen[key]) for key in OBSERVED_OPTIONS if offers]
+    witness, loaded = look(config, instrument)
+    offers = ("training", *witness["offers"]) if "offers" in witness else ()
+    options = [(key, witness[key]) for key in OBSERVED_OPTIONS if offers]
     if "loss" not in offers:
         options.append(("number_format", "own"))
-    found = Own(name=name, place=seen.get("maker", ""), options=tuple(options), offers=offers)
-    return found, dataclasses.replace(code_version(loaded), written=instrument.code.written)
+    own = Own(name=name, place=witness.get("maker", ""), options=tuple(options), offers=offers)
+    return own, dataclasses.replace(code_version(loaded), written=instrument.code.written)
 
 
 def check_brought(name: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings of the lab's own data and network, beside a training that brings both."""
+    """Raise ConfigError if data or network are ``given`` for the user's own training, which defines both."""
     usual = {"data": "synthetic", "held_out": None, "skip_bad": False, "network": None, "image_size": 32}
     usual |= {"image_sizes": None}
     for place, value in given.items():
@@ -432,12 +438,12 @@ def check_brought(name: str, given: Mapping[str, Any]) -> None:
 
 def with_own(setup: Setup, own: Own) -> Setup:
     samples = dict(own.options).get("samples")
-    told = "data of its own" if samples is None else f"{samples:,} samples"
-    images = setup.images._replace(sha256=own.sha256, name=told)
+    data = "data of its own" if samples is None else f"{samples:,} samples"
+    images = setup.images._replace(sha256=own.sha256, name=data)
     return dataclasses.replace(setup, own=own, images=images)
 
 
 def nothing_asked(question: str, setup: Setup) -> Experiment:
-    """An experiment of which nothing is measured, and that says why."""
+    """Return an experiment that measures nothing and states the reason."""
     left_out = (setup.family_name(None), WHOLE_QUESTION, setup.own.lacks(question) if setup.own else "")
     return Experiment(name=question, families=(), left_out=(left_out,), asked=setup.config())
