@@ -164,20 +164,21 @@ def _row(folder: Path) -> runs.Summary:
 
 
 def _difference(options: argparse.Namespace, sources: Sequence[Path]) -> int:
-    """Print in which settings two runs differ; of two folders, their table first."""
+    """Print the settings in which two runs differ, after a table if they are folders. Returns the exit status."""
     if len(sources) != 2:
         raise ConfigError(f"--only compares two runs, and {len(sources)} are given")
     tabled = all(source.is_dir() for source in sources) and not options.json
     if options.csv is not None and not tabled:
         raise ConfigError("--csv writes a table of runs, and none is printed here: give two folders, without --json")
-    found = runs.differences(*map(_settings, sources))
+    differences = runs.differences(*map(_settings, sources))
     only = [word.strip() for word in (options.only or "").split(",") if word.strip()]
-    wrong = [] if options.only is None else runs.unexpected(found, only)
+    unexpected = [] if options.only is None else runs.unexpected(differences, only)
     if tabled:
         runs.show(runs.compared([*map(_row, sources)]), csv=options.csv)
         say("")
-    tell(options, {"differences": found, "unexpected": wrong}, runs.difference_lines(options.sources, found, wrong))
-    return int(bool(wrong))
+    lines = runs.difference_lines(options.sources, differences, unexpected)
+    tell(options, {"differences": differences, "unexpected": unexpected}, lines)
+    return int(bool(unexpected))
 
 
 def _settings(path: Path) -> tuple[RunConfig, Any]:

@@ -279,25 +279,27 @@ def forest(
 
 
 def _forest_axis(ax: Axes, panels: Sequence[Panel], *, ticks: int) -> None:
-    """From end to end of all points and bands, and of intervals as far as they are not absurdly wide."""
+    """Set the limits and scale of the axis: it shows all points and bands, but cuts off absurdly wide intervals."""
     from matplotlib.ticker import FixedLocator
 
-    rows, ratios = [r for p in panels for r in p.rows if not math.isnan(r.value)], bool(panels[0].reference)
-    points = [v for r in rows for v in (r.value, *r.dots)]
-    points += [v for p in panels for v in (p.reference, *(p.band or ())) if v is not None]
+    rows, ratios = [r for panel in panels for r in panel.rows if not math.isnan(r.value)], bool(panels[0].reference)
+    points = [x for row in rows for x in (row.value, *row.dots)]
+    points += [x for panel in panels for x in (panel.reference, *(panel.band or ())) if x is not None]
     low, high = min(points, default=0.0), max(points, default=1.0)
-    ends = [v for r in rows for v in (r.low, r.high) if not math.isnan(v)]
+    ends = [x for row in rows for x in (row.low, row.high) if not math.isnan(x)]
     reach = max(high - low, 0.15 * ratios)
-    least, most = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
-    least = max(least, 0.5 * low) if ratios else least
-    margin, far = 0.06 * (most - least) or 0.02, ratios and most / least > _LOGARITHMIC
-    low, high = (least / 1.15, most * 1.15) if far else (least - margin, most + margin)
+    left = min([low, *(max(x, low - reach) for x in ends)])
+    right = max([high, *(min(x, high + reach) for x in ends)])
+    left = max(left, 0.5 * low) if ratios else left
+    margin = 0.06 * (right - left) or 0.02
+    wide = ratios and right / left > _LOGARITHMIC
+    low, high = (left / 1.15, right * 1.15) if wide else (left - margin, right + margin)
     plain(ax.xaxis, ticks)
     if ratios and high / low > _LOGARITHMIC:
         ax.set_xscale("log")
         steps = (1, 1.5, 2, 3, 4, 6, 8) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
-        places = (n * 10.0**k for k in range(-4, 7) for n in steps)
-        ax.xaxis.set_major_locator(FixedLocator([place for place in places if low <= place <= high]))
+        values = (step * 10.0**exponent for exponent in range(-4, 7) for step in steps)
+        ax.xaxis.set_major_locator(FixedLocator([value for value in values if low <= value <= high]))
         _numbers(ax.xaxis)
     ax.set_xlim(low, high)
 

@@ -195,14 +195,14 @@ def current() -> Cluster | None:
 
 @contextlib.contextmanager
 def leading(process: Process) -> Iterator[Cluster]:
-    """Lead the processes of a job for as long as the context lasts. Raises ConfigError if they stay away or differ."""
+    """Lead the other processes of a job inside the context. Raises ConfigError if any of them is missing or differs."""
     global _current  # noqa: PLW0603 - a process leads one job or none
     channels = {rank: Channel(process, f"from {rank}", f"to {rank}") for rank in range(1, process.world_size)}
     try:
         hosts: dict[str, list[Place]] = {}
-        for rank, said in enumerate(_joined(process)):
-            place = Place(said["device_index"], said["host"], channels.get(rank))
-            hosts.setdefault(said["host_id"], []).append(place)
+        for rank, joined in enumerate(_joined(process)):
+            place = Place(joined["device_index"], joined["host"], channels.get(rank))
+            hosts.setdefault(joined["host_id"], []).append(place)
         _current = Cluster(list(hosts.values()), process.store)
         yield _current
     finally:

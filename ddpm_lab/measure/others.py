@@ -173,17 +173,17 @@ def measuring(say: Callable[[str], None]) -> Iterator[bool]:
 
 
 def _take(name: str, say: Callable[[str], None]) -> bool:
-    """Take the cores, in one order, so that two that want the same ones never wait in a circle."""
+    """Lock the cores, in a fixed order to avoid deadlocks. Returns whether it had to wait for another process."""
     waited = False
     for core in sorted(os.sched_getaffinity(0)):
-        _holding.append(mine := socket.socket(socket.AF_UNIX))
+        _holding.append(lock := socket.socket(socket.AF_UNIX))
         while True:
             try:
-                mine.bind(f"\0{name}-{core}")
+                lock.bind(f"\0{name}-{core}")
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    return waited  # a kernel without such names
+                    return waited  # this kernel has no abstract socket names
             if not waited:
                 waited = True
                 say("another process measures on this machine: waiting until it ends")

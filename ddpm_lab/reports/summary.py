@@ -290,12 +290,13 @@ def _text_of(column: str, value: Any) -> str:
 
 
 def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
-    """The speed-up analysis: the time of each baseline, and what several devices gain over one."""
+    """Return the lines of the speed-up analysis: the time of each baseline, and the gain from more devices."""
     several = [r for r in runs if r.speed_up and r.efficiency]
     bases = [r for r in runs if several and r.devices == 1 and r.seconds]
     lines = [f"Baseline ({r.size}, {r.name}): {r.seconds:,.2f} seconds" for r in bases]
     for r in several:
-        rating = f"; {r.rating}{', by S001' * (r.rating in dict(S001.table))}" if r.rating else ""
+        source = ", by S001" if r.rating in dict(S001.table) else ""
+        rating = f"; {r.rating}{source}" if r.rating else ""
         gain = f"speed-up {r.speed_up:.2f}x, efficiency {100 * (r.efficiency or 0):.1f} %"
         lines.append(f"{r.size}, {r.name}: {gain}{rating}")
     return [*lines, "An epoch is 50,000 images: its time is projected from that of the steps."]

@@ -76,13 +76,13 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     def write_settings(self, config: RunConfig, schedule: dict[str, int], why: str = "") -> None:
-        """Write what runs, and ``why`` so, into ``config.toml``, which can be given to ``--config``."""
+        """Write the configuration to ``config.toml``, a file for ``--config``, with ``why`` as a comment."""
         values = {name: value for name, value in config.as_dict().items() if name not in NOT_IN_FILES}
         if config.world_size == 1:
             del values["exchange"]
-        said = f"# {' '.join(why.split())}\n" if why else ""
+        comment = f"# {' '.join(why.split())}\n" if why else ""
         with writing(self.path / SETTINGS, RunFailed):
-            replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
+            replace(self.path / SETTINGS, comment + settings_text({**values, "train": schedule}))
 
     def open_log(self, step: int) -> None:
         """Open the log for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
