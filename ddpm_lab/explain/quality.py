@@ -133,12 +133,12 @@ def _spread_margin(final: npt.ArrayLike) -> float:
 
 
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
-    """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
+    """Return the verdict on the candidate's quality, from trials that are paired with the baseline's by seed.
 
-    Only trials of one extent count: those with the most held-out draws that both have, of them the longest that decide:
-    longer ones of which too few have ended take nothing back. Without held-out losses the final weights of equal seeds
-    decide: identical, or no verdict. Where a baseline's loss stopped being finite, or is still above the one that shows
-    harm, there is none either; where that loss is not known, none but worse.
+    Only trials of one extent are used: the one with the most held-out draws on both sides, and among these the longest
+    that gives a verdict, so that starting longer trials does not withdraw a verdict. Without held-out losses, equal
+    final weights give the verdict "identical", and anything else gives none. There is no verdict either if a baseline
+    diverged or has not trained enough to show harm. If the loss that shows harm is unknown, only "worse" is possible.
     """
     found, undecided = _UNKNOWN, None
     for size in sorted({extent(r) for r in candidate}, reverse=True):
@@ -166,13 +166,13 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
                 reason=f"other weights {steps}, and held-out losses were not compared",
             )
             continue
-        known = [r for r in base.values() if final_loss(r) is not None]  # those without a partner, too
+        known = [r for r in base.values() if final_loss(r) is not None]  # including trials without a partner
         final = _losses_at(known, 1.0)
         margin = margin_of(final, _losses_at(known, 0.95))
         first, second = ([pair[side] for pair in pairs] for side in (0, 1))
         differences = _losses_at(second, 1.0) - _losses_at(first, 1.0)
         found = equivalence(differences, margin)
-        # A baseline that gains no more leaves no room; what is beyond the spread of its seeds is worse all the same.
+        # If the baseline no longer improves, the margin is 0, but a difference beyond its seeds' spread is still worse.
         if margin == 0 and (beside_seeds := equivalence(differences, _spread_margin(final))).verdict == WORSE:
             found = beside_seeds
         config, reason = first[0].config, _too_short(first)

@@ -170,28 +170,28 @@ def largest_batch(
     attempt: Callable[[Member], RunRecord],
     seconds_left: Callable[[], float],
 ) -> RunRecord | None:
-    """Search the largest global batch size that fits for the work of a family's baseline, which is tried first.
+    """Search the largest global batch size that fits, starting with that of the family's baseline.
 
-    ``records`` are what the ledger holds, of earlier searches among others; ``attempt`` measures a member alone, keeps
-    its record and returns it; ``seconds_left`` is infinite without a budget.
+    ``records`` are the records of the ledger, including earlier searches; ``attempt`` measures a member alone, stores
+    its record and returns it; ``seconds_left`` returns the remaining time, infinite without a budget.
 
-    Returns the record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried.
-    Its label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
-    nothing is known, because the first try failed in a way that may pass.
+    Returns a record with the role "largest" for the largest size that fits, or the smallest tried if none fits; None if
+    the first attempt failed for a reason that may be temporary. The label is the limit that ended the search ("memory",
+    "cap", "time" or "failure"), and the reason gives details.
     """
     base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
     tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
     tried = {size: r for size, r in tried.items() if r.status in ENDED}
-    if lacked := [n for n, r in tried.items() if r.status == "oom" and base.device == "cuda"]:
-        # Another process may have had the memory, so the smallest of them is tried once more.
-        member = Member("search", f"batch {min(lacked)}", replace(base, global_batch_size=min(lacked)))
+    if too_large := [n for n, r in tried.items() if r.status == "oom" and base.device == "cuda"]:
+        # Another process may have used the memory, so try the smallest of them again.
+        member = Member("search", f"batch {min(too_large)}", replace(base, global_batch_size=min(too_large)))
         if (again := attempt(member)).status == "ok":
-            tried = {n: r for n, r in tried.items() if n not in lacked} | {min(lacked): again}
+            tried = {n: r for n, r in tried.items() if n not in too_large} | {min(too_large): again}
     failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
-        # Main memory of all ranks together at their peaks.
-        peaks = {n: sum(k.peak_rss_bytes or 0 for k in r.ranks) for n, r in tried.items() if r.status == "ok"}
+        # The sum of all ranks' peaks of main memory.
+        peaks = {n: sum(rank.peak_rss_bytes or 0 for rank in r.ranks) for n, r in tried.items() if r.status == "ok"}
         high = min(failed, default=None)
         low = max((size for size in peaks if high is None or size < high), default=0)
         size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
@@ -211,14 +211,14 @@ def largest_batch(
                 failed[size] = "memory", f"{size:,} images would need about {needed / 2**30:.1f} GiB, {share}"
                 continue
         record = attempt(Member("search", f"batch {size}", replace(base, global_batch_size=size)))
-        if record.status not in ENDED:  # the next run tries it again
+        if record.status not in ENDED:  # may be temporary: the next run tries this size again
             limit, reason = _failure(record)
             break
         tried[size] = record
         if record.status != "ok":
             failed[size] = _failure(record)
-    at = low or high
-    return replace(tried[at], role="largest", label=limit, reason=reason) if at else None
+    result = low or high
+    return replace(tried[result], role="largest", label=limit, reason=reason) if result else None
 
 
 def _failure(record: RunRecord) -> tuple[str, str]:

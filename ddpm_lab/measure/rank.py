@@ -74,9 +74,9 @@ class Rank:
         self.commands.send_bytes(json.dumps({"report": report}).encode())
 
     def build(self) -> None:
-        """Set the process up and make the workload; nothing here is timed as training."""
+        """Set up the process and create the workload. None of this is timed as training."""
         config = self.job.config
-        if not all(map(in_lab, config.sources)):  # settings that own code opens
+        if not all(map(in_lab, config.sources)):  # record the settings files that the user's code opens
             hook.FOLDER = str(self.job.folder)
             sys.addaudithook(hook.note_file)
         # NCCL reads its settings when a group's first communicator is made.
@@ -90,15 +90,15 @@ class Rank:
         self.uuid: str | None = None
         if self.cuda:
             index = self.job.device_index
-            if config.oversubscribe:  # ranks share the GPUs that are here
+            if config.oversubscribe:  # ranks share the available GPUs
                 index %= torch.cuda.device_count()
             self.device = f"cuda:{index}"
             self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        if self.job.store:  # in which the ranks of the group find each other, and nobody else finds them
+        if self.job.store:  # private to the ranks of this group
             store = join_store(*self.job.store, seconds=self.job.collective_seconds)
-        elif config.world_size == 1:  # also on a full disk
+        elif config.world_size == 1:  # needs no disk space
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             store = dist.FileStore(str(self.job.folder / "rendezvous"), config.world_size)  # type: ignore[attr-defined]
@@ -113,15 +113,15 @@ class Rank:
         module, _, function = config.workload.partition(":")
         make = getattr(importlib.import_module(module), function)
         self.clock = clock = PhaseClock(self.beat.mark, self.device)
-        # A run that is timed carries nothing of the phase clock.
+        # Timed runs do not use the phase clock.
         clocked = {"mark": clock.mark, "span": clock.span, "watch": clock.watch}
         how: dict[str, Any] = clocked if config.purpose == "profile" else {"mark": self.beat.mark}
         how |= {"rank": self.job.rank, "world_size": config.world_size, "threads": self.job.threads}
         self.workload = make_workload(make, config.sources[-1], config, RankContext(device=self.device, **how))
         self.batches = self.workload.batches()
         self._find_gpus()
-        self.early = loader_iterators()  # what is frozen below is found no more
-        # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
+        self.early = loader_iterators()  # objects that are frozen below cannot be found later
+        # Current objects live as long as the rank. Freeze them, or the collector would scan them before every window.
         gc.collect()
         gc.freeze()
 

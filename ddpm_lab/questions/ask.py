@@ -63,10 +63,7 @@ def trained() -> tuple[str, ...]:
 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
-    """Return the experiment of a question. ``seeds`` and ``images`` configure its training runs for quality.
-
-    Raises ConfigError for an invalid ``grid``, and for ``seeds`` or ``images`` if the question trains nothing.
-    """
+    """Return the experiment of a question. ``seeds`` and ``images`` configure its training runs for quality."""
     made = {**questions(), **STAGES}[name]
     grid = arguments(made, grid, name)
     given = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}

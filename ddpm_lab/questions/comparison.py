@@ -280,7 +280,7 @@ def _all_sets(study: Study) -> stats.Estimate | None:
 def _witnesses(study: Study) -> list[str]:
     """Return what ran, as reported by the ranks in the last set."""
     if any(r.config.command for r in study.records):
-        return scripts.told(study)
+        return scripts.command_lines(study)
     found = []
     for label, record in {r.label: r for r in study.records if r.role in ("baseline", "candidate")}.items():
         ranks = record.witness.get("ranks") or []

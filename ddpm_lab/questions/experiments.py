@@ -326,12 +326,12 @@ def recommend(
     global_batch_size: int | None = None,
     **settings: Any,
 ) -> Campaign:
-    """Search, then measure baseline, winner and the steps between them in sets of their own.
+    """Search the fastest settings, then measure the baseline, the winner and the steps between them in new sets.
 
-    ``smoke`` tries a handful in one set, ``quick`` and ``full`` search until little more can be gained; ``minutes`` is
-    the time of all of it. ``only`` and ``global_batch_size`` say what is searched (see ``search``); ``sets``,
-    ``resolution``, ``seeds`` and ``images`` are of what is measured again, without ``seeds`` 8 in ``full``, else no
-    trials. The other settings, and the errors, are those of ``planning.plan_question``.
+    ``smoke`` tries a few combinations in one set; ``quick`` and ``full`` search until little more can be gained.
+    ``minutes`` is the total time. ``only`` and ``global_batch_size`` restrict the search (see ``search``); ``sets``,
+    ``resolution``, ``seeds`` and ``images`` apply to the new sets. ``seeds`` defaults to 8 in ``full``, else to no
+    trials. Other settings and errors are those of ``planning.plan_question``. Returns the campaign of the new sets.
     """
     if minutes is not None and not (number(minutes) and minutes >= LEAST_MINUTES):
         raise ConfigError(
@@ -344,13 +344,13 @@ def recommend(
     settings["preset"] = preset
     planned = plan_question(SEARCH, only=only, global_batch_size=global_batch_size, **settings)
     space = planned.experiment.space
-    if space is None:  # the user's training does its own steps
+    if space is None:  # the user's training runs its own steps, so nothing can be set
         raise ConfigError("; ".join(reason for _, _, reason in planned.experiment.left_out))
-    base = space.baseline  # what is found is measured on the same device, cores and network
+    base = space.baseline  # the winner is measured on the same device, cores and network
     settings |= {"device": base.device, "cores": base.threads * base.node_size or hardware.usable_cores()}
     settings |= {"space": space, "sets": sets, "resolution": resolution, "seeds": seeds, "images": images}
     settings |= {} if base.is_own else {"network": base.network}
-    plan_question(RECOMMENDATION, steps=[space.start], **settings)  # what it refuses is refused now
+    plan_question(RECOMMENDATION, steps=[space.start], **settings)  # raise its errors before the search
     with measuring(planned.progress.always) as waited:
         planned = planned.renewed() if waited else planned
         while True:

@@ -42,12 +42,12 @@ def compare_revisions(
     quiet: bool = False,
     **limits: Any,
 ) -> Campaign | Outcome:
-    """Measure a training step of the working tree against a revision of the same repository.
+    """Compare the speed of a training step in the working tree with that in a revision of the same repository.
 
-    ``step`` is ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
-    ``against``, the baseline, is any revision that git knows here. The rest is as in ``compare``; ``limits`` are
-    resolution, minutes, sets and cores. Code that is the same passes unmeasured. Raises ConfigError where there is no
-    such repository or revision, a side cannot be run, or what times them differs.
+    ``step`` is ``module:function`` or a TOML file of settings; None is the lab's own trainer with its defaults.
+    ``against`` is the baseline's revision, in any form that git accepts. Other arguments are those of ``compare``;
+    ``limits`` are resolution, minutes, sets and cores. Returns an outcome, unmeasured, if the code is equal. Raises
+    ConfigError without such a repository or revision, if a side cannot run, or if the measuring code differs.
     """
     repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
     commit = repository.commit(against)
@@ -58,7 +58,7 @@ def compare_revisions(
 
     def configure(step: str | None, place: str) -> RunConfig:
         config = side(step or RunConfig(device=usual_device(device)), place, device)
-        # ``code_of`` runs one step of a workload that is not the lab's own: its images have to be there.
+        # ``code_of`` runs one step of a workload that is not the lab's own, which needs its images.
         return config if config.workload == DDPM else with_images(config, output, quiet)
 
     candidate = configure(step, "the step")
@@ -72,7 +72,7 @@ def compare_revisions(
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
         first, second = (scripts.contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
-        changed = sorted({name for name, _ in first ^ second})  # what differs, or what only one of them has
+        changed = sorted({name for name, _ in first ^ second})  # different, or only on one side
         if not changed and candidate == baseline:
             return _same(f"{candidate.workload} and all that it imports are", f"{against} ({tree.revision})")
         if timing := [module for module in changed if module.startswith(INSTRUMENT)]:

@@ -43,13 +43,13 @@ def multi_gpu(
     loader_workers: Workers = None,
     alone: Annotated[bool, Opt("the most ranks without one rank beside them")] = False,
 ) -> Experiment:
-    """Do more ranks or GPUs train faster? Strong scaling: the ranks share the batch. Weak: each rank brings its own.
+    """Return the experiment on strong scaling (ranks share a batch) and weak scaling (each rank has its own batch).
 
-    Weak scaling takes ``global_batch_sizes`` as those of one rank: n ranks take n times as many images. ``scaling``
-    None is both; in ``smoke`` strong alone, in ``quick`` weak of the first batch size, last, if there is time.
-    ``lost_scaling`` measures where the rest of the ideal went, for the most ranks that have a device each and can share
-    a batch, the smallest one; None does so in ``full``. ``loader_workers`` decode files while they are needed; None
-    packs the images beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
+    For weak scaling, ``global_batch_sizes`` are per rank: n ranks process n times as many images. ``scaling`` None
+    measures both, but in ``smoke`` only strong scaling, and in ``quick`` weak scaling only of the first batch size.
+    ``lost_scaling`` measures the causes of the loss relative to ideal scaling, for the most ranks with a device each
+    and the smallest batch that they can share; None means only in ``full``. ``loader_workers`` decode files on demand;
+    without them, images are packed in advance. ``alone`` measures only the most ranks, and so no ratio.
     """
     full, precision = setup.preset == "full", precision or setup.plain_precision
     usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
@@ -63,7 +63,7 @@ def multi_gpu(
         if uneven and world_sizes is not None:
             raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
         family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
-        families += [family] * bool(family.candidates or not uneven)  # one rank alone compares with nothing
+        families += [family] * bool(family.candidates or not uneven)  # omit a baseline without any candidate
         images = f"{batch} image{'s' * (batch != 1)}"
         left_out += [(family.name, n, f"{images} cannot be shared by {n}") for n in map(setup.ranks_label, uneven)]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()

@@ -110,7 +110,7 @@ def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[di
         return found, f"{every[key]['why']} ({every[key]['date']})"
     if not steps or (chosen := contest.run(steps)) is None:
         return None
-    why = f"settings: {contest.told(chosen)}"
+    why = f"settings: {contest.describe(chosen)}"
     found = {name: getattr(contest.choices[chosen], name) for name in SETTINGS}
     if contest.lasting:
         every[key] = {"settings": found, "why": why, "date": date.today().isoformat()}
@@ -192,8 +192,8 @@ class _Contest:
                     best, best_name, step = group, name, step * ratio
         return min((name for name in self.times if name in self.choices), key=self.times.__getitem__, default=None)
 
-    def told(self, chosen: str) -> str:
-        """The chosen one, and how long the others take beside it."""
+    def describe(self, chosen: str) -> str:
+        """Return a sentence on the chosen setting, and on how much longer the others take."""
         mine, took = self.times[chosen], time.monotonic() - self.began
         rest = [f"{name} takes {t / mine:.2f} times as long" for name, t in self.times.items() if name != chosen]
         return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*rest, *self.failed])}"

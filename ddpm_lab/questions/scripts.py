@@ -85,17 +85,17 @@ def is_script(file: Path) -> bool:
 def look(
     config: RunConfig, instrument: Instrument, place: str, tree: Tree | None = None
 ) -> tuple[RunConfig, CodeVersion, dict[str, Any]]:
-    """Start a command, let it make some steps, and end it: its configuration, its code, and what it says of itself.
+    """Run a few steps of a command; return its configuration, its code version and its witness.
 
-    That has the ``files`` it loaded from outside of libraries. To its code belong also the scripts that its command
-    line names, and the files of settings that it read in this repository, or beside a file of its own or a named one.
-    Raises ConfigError, with its last lines, where it does not get so far.
+    The witness includes ``files``, the code that it loaded outside libraries. The code version also covers the scripts
+    named on the command line, and the settings files that it read in this repository or next to one of these files.
+    Raises ConfigError, with the last lines of output, if the command does not run that far.
     """
     command, log = config.command, log_of(instrument.cache, config)
     how: dict[str, Any] = {"threads": config.rank_threads(instrument.usable_cores), "limits": instrument.limits}
-    here, written = Path(tree.folders[0]) if tree else Path.cwd(), instrument.code.written
-    named = files_named(command, here)
-    shell = any(is_script(file) and file.suffix != ".py" for file in named)  # which reads settings by itself
+    folder, written = Path(tree.folders[0]) if tree else Path.cwd(), instrument.code.written
+    named = files_named(command, folder)
+    shell = any(is_script(file) and file.suffix != ".py" for file in named)  # whose reads are not observed
     counted = [file for file in named if is_script(file) or (shell and file.name.endswith(SETTINGS))]
     scripts = {str(file): source_of(str(file)) for file in counted}
     try:
@@ -103,34 +103,34 @@ def look(
         group = CommandGroup(config, log=log, tree=tree, written=written, **how)
         try:
             group.window(settle=1, steps=2, limit=instrument.limits.build_seconds, stage="looking at it")
-            seen = group.witness()[0]
+            witness = group.witness()[0]
         finally:
             group.kill()
     except GroupFailed as failed:
         first = command.split()[0]
         which = f"; {first} is {shutil.which(first)} here" if "No module named" in failed.reason else ""
-        said = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
-        raise ConfigError(said) from failed
+        message = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
+        raise ConfigError(message) from failed
     mine = [file for file in group.files if not is_library(file)]
     if tree and (astray := [file for file in mine if Path(file).resolve().is_relative_to(tree.apart)]):
         raise ConfigError(
             f"{place} is to run as {tree.revision} has it, and loaded {astray[0]} of the working tree: import by the "
             "script's own folder, not by an installed package or PYTHONPATH"
         )
-    # What the command has written itself by now is none of its settings.
-    settings = settings_among(group.read - written, (here, Path.cwd()), (*named, *map(Path, mine)))
+    # Files that the command has written itself are not settings.
+    settings = settings_among(group.read - written, (folder, Path.cwd()), (*named, *map(Path, mine)))
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
-    held = sorted((Path(file).name, source.sha256) for file, source in sources.items())
-    # A variable of the environment shows in what ran, if at all. Which GPU it was may be chosen anew each time,
-    # and some words are others in every run: the folder of a revision, and a notebook's kernel.
-    anew = tree or any(s.endswith(".ipynb") for s in settings)
-    left_out = {"device", "argv"} if anew else {"device"}
-    ran = [seen[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
-    key = digest([instrument.code.key, *ran, held])
-    device = "cuda" if seen["device"].startswith("cuda") else "cpu"
+    hashes = sorted((Path(file).name, source.sha256) for file, source in sources.items())
+    # Environment variables count only by their effect on what ran. The GPU may differ between runs, and so may the
+    # command line: it contains the folder of a revision, or a notebook's kernel.
+    changing = tree or any(s.endswith(".ipynb") for s in settings)
+    left_out = {"device", "argv"} if changing else {"device"}
+    ran = [witness[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
+    key = digest([instrument.code.key, *ran, hashes])
+    device = "cuda" if witness["device"].startswith("cuda") else "cpu"
     code = CodeVersion(key, sources, tree, written=written)
-    return dataclasses.replace(config, device=device), code, {**seen, "files": mine}
+    return dataclasses.replace(config, device=device), code, {**witness, "files": mine}
 
 
 def compare_commands(
@@ -148,11 +148,11 @@ def compare_commands(
     quiet: bool = False,
     **limits: Any,
 ) -> Campaign | None:
-    """Measure two command lines, the first in a ``revision`` if one is given; ``limits`` as in compare.
+    """Compare the speed of two command lines and return the campaign; None if a revision runs the same code.
 
-    The revision is its tree, and the folder that holds all of it. ``per_step`` are the images of a step, of each side
-    or of both. None where a revision runs the same code. Raises ConfigError where a side does not make a few steps
-    here.
+    The baseline runs in ``revision``, given as its tree and the folder of its files, if not None. ``per_step`` is the
+    number of images per step, for both sides or for each. ``limits`` are those of ``compare``. Raises ConfigError if a
+    side cannot run a few steps.
     """
     output = output_folder(output_dir)
     if len(per_step) > 2:
@@ -162,9 +162,9 @@ def compare_commands(
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}
     one = configuration(baseline, "A", images=images[0], **how)
     two = configuration(candidate, "B", images=images[1], **how)
-    # All cores where a side chooses its threads itself; otherwise those that are free.
-    itself = any(c.option("as_is", False) or sets_threads(c.command, Path.cwd()) for c in (one, two))
-    if cores is not None and itself:
+    # Use all cores if a side sets its number of threads itself, otherwise those that are free.
+    own_threads = any(c.option("as_is", False) or sets_threads(c.command, Path.cwd()) for c in (one, two))
+    if cores is not None and own_threads:
         raise ConfigError(f"cores is {cores}, and a side chooses its threads itself: leave it out")
     one, code, ran = look(dataclasses.replace(one, revision=tree.revision if tree else ""), instrument, "A", tree)
     two, beside, other = look(two, instrument, "B")
@@ -178,7 +178,7 @@ def compare_commands(
     if not quiet:
         for line in unequal(ran, other, images):
             say(f"note: {line}", error=True)
-    cores = hardware.usable_cores() if itself else cores
+    cores = hardware.usable_cores() if own_threads else cores
     key, sources = digest([code.key, beside.key]), {**code.sources, **beside.sources}
     code = beside.with_revision(code) if tree else dataclasses.replace(beside, key=key, sources=sources)
     how = {"code": code, "output": output, "quiet": quiet, "cores": cores, **limits}
@@ -223,8 +223,8 @@ def _plain(value: Any) -> str:
     return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
-def told(study: Study) -> list[str]:
-    """What each command ran and where the sides differ, of the last set that holds both, a line each."""
+def command_lines(study: Study) -> list[str]:
+    """Return lines on what each command ran and how the sides differ, from their latest records."""
     ran = {r.role: r for r in study.records if r.status == "ok" and r.config.command and r.witness.get("ranks")}
     lines = [f"{r.label} ran as {ran_as(r.witness['ranks'][0])}" for role, r in ran.items() if role != TWIN]
     if {"baseline", "candidate"} <= ran.keys():

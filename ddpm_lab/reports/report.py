@@ -65,13 +65,13 @@ def report(
 ) -> Report:
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
-    A notebook that fails is published as failed and the others go on. Ctrl-C, SIGTERM and SIGHUP stop the report: what
-    is done is kept, and the index says what is missing. The pages of notebooks that do not run now are kept from an
-    earlier report, and marked so.
+    A notebook that fails is published as failed, and the others still run. Ctrl-C, SIGTERM and SIGHUP stop the report:
+    finished pages are kept, and the index lists what is missing. Pages of notebooks that do not run are kept from an
+    earlier report and marked as such.
 
-    The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
-    that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is the
-    preset's; ``progress`` is called with one line at a time; the index names the ``command`` that makes it again.
+    The arguments are the options of ``ddpm-lab report``. ``notebooks`` are names (03_amp or amp) or paths; None means
+    all numbered ones. ``parameters`` are passed to the notebooks that declare them. ``minutes`` is the total time; None
+    means the preset's. ``progress`` is called with one line at a time. The index shows the ``command`` to repeat it.
 
     Raises:
         ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0,
@@ -89,7 +89,7 @@ def report(
     files = choose(notebooks)
     values = _values(files, given, more, every=not notebooks)
     output = CHECKOUT if output_dir is None else expanded(output_dir)
-    if data != "synthetic" or held_out is not None:  # prepare once, and refuse here rather than in each notebook
+    if data != "synthetic" or held_out is not None:  # prepare once, and fail here rather than in each notebook
         preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
         resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
     run = Report(output / "reports", given, values, command, progress)

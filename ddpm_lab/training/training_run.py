@@ -89,31 +89,31 @@ def plan_training(
     skip_bad: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[RunConfig, Schedule, frozenset[str]]:
-    """The configuration and schedule of a run, and the names of the settings that the user gave.
+    """Return the configuration and schedule of a run, and the names of the settings that the user gave.
 
-    ``flags`` and ``schedule`` are from the command line and go before those of ``file``; a name with a dot lies in a
-    table. Defaults are those of ``usual_settings``, ``NETWORK`` and ``BATCH`` for the device. Images are prepared in
-    ``cache``; ``folder``, the run's, may not lie among them. Raises ConfigError for what cannot be run on this machine,
-    and DataError for images that cannot be used.
+    ``flags`` and ``schedule`` come from the command line and override those of ``file``; a dot in a name separates a
+    table from its entry. Defaults are ``usual_settings``, ``NETWORK`` and ``BATCH`` for the device. Images are prepared
+    in ``cache``; the run's ``folder`` must not be among them. Raises ConfigError if the configuration cannot run here,
+    and DataError if the images cannot be used.
     """
     place = "the settings" if file is None else str(file)
     values, planned = _given(flags, schedule, file, place)
     if "data" in values:
-        expanded(values["data"])  # an empty one is no request for synthetic images
+        expanded(values["data"])  # raises if it is empty, which does not mean synthetic images
     if "device" not in values:
         values["device"] = usual_device(None)
-    device, said = values["device"], frozenset(values)
+    device, chosen = values["device"], frozenset(values)
     choice(f"{place}: device", device, DEVICES)
     defaults = {"network": NETWORK, "global_batch_size": BATCH[device], **usual_settings(device)}
     if any(values.get(name, value) != value for name, value in FUSED_NEEDS.items()):
-        del defaults["kernels"]  # fused kernels may not work with what was asked for
+        del defaults["kernels"]  # fused kernels may not work with the given settings
     values = {**defaults, **values}
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
     alone = config.device == "cuda" and config.world_size == config.accumulation == 1
     if alone and config.compile == "whole" and "compile_mode" not in values:
-        # Launched kernel by kernel, an H100 waited for its host (README). Graphs hold one micro-batch's gradients.
+        # Without CUDA graphs, an H100 waited for its host (README). Graphs hold one micro-batch's gradients.
         config = dataclasses.replace(config, compile_mode="reduce-overhead")
     _check_machine(config, place)
     images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
@@ -121,12 +121,12 @@ def plan_training(
     manifest = read_manifest(prepared)
     getattr(progress, "stay", progress)(manifest.describe())
     sha256, memory = manifest.content_hash, min((g.memory_bytes or 0 for g in hardware.gpus()), default=0)
-    if config.loader == "resident" and "loader" not in said and 4 * math.prod(manifest.shape) > memory > 0:
-        config = dataclasses.replace(config, loader="packed")  # a step needs most of the memory
+    if config.loader == "resident" and "loader" not in chosen and 4 * math.prod(manifest.shape) > memory > 0:
+        config = dataclasses.replace(config, loader="packed")  # leave most of the memory to the step
     if config.data_sha256 not in ("", sha256):
-        told = f"the images in {config.data} are not those that data_sha256 names"
-        raise ConfigError(f"{place}: {told}: give those with --data, or leave it out in a run of its own")
-    return dataclasses.replace(config, data=str(prepared), data_sha256=sha256), planned, said
+        problem = f"the images in {config.data} are not those that data_sha256 names"
+        raise ConfigError(f"{place}: {problem}: give those with --data, or leave it out in a run of its own")
+    return dataclasses.replace(config, data=str(prepared), data_sha256=sha256), planned, chosen
 
 
 def _given(
