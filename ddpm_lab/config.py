@@ -32,9 +32,8 @@ _PCIE = (
 )
 NCCL: dict[str, dict[str, str]] = {"default": {}, "pcie": dict(v.split("=") for v in _PCIE.split())}
 """Environment variables for NCCL, by name. ``pcie`` was published for GPUs connected only by PCIe: it disables
-peer-to-peer transfers, which is harmful with NVLink. Two values differ from those published: "Tree" alone would leave
-broadcasts and gathers, which support only rings, without an algorithm, and NCCL needs a multiple of 32 threads that is
-at least 64 (given 16, it uses its maximum)."""
+peer-to-peer transfers, which is harmful with NVLink. Two values differ from those published: "Tree" alone leaves no
+algorithm for broadcasts and gathers, which need rings, and NCCL needs at least 64 threads (16 gives its maximum)."""
 
 DDPM = "ddpm_lab.training.train:ddpm"
 LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
@@ -109,8 +108,7 @@ class ExchangeConfig:
 
     ``bucket_view`` stores gradients in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
     that every step uses the same weights. ``hook`` rounds gradients to two bytes per value before they are sent and
-    added up, which changes what is learned. With ``enabled`` false, nothing is exchanged and each rank trains its own
-    network; this measures the cost of the exchange and gives no useful training.
+    added up, which changes what is learned. If not ``enabled``, each rank trains alone, to measure the exchange's cost.
     """
 
     enabled: bool = True
@@ -145,12 +143,11 @@ class RunConfig:
     ``accumulation`` micro-batches; the ranks are spread evenly over ``nodes`` hosts. ``data`` is the folder of the
     images, whose content hash is ``data_sha256``; the folder is not part of the run id. ``implementation`` "plain" is
     the network as the paper's code is usually written, with NCHW and einsum; ``kernels`` "fused" uses kernels written
-    for the CPU, for example a normalisation and the operations after it in one pass. ``freed_memory`` "kept" reuses the
-    memory that a step frees, where the C library would return large blocks to the system (CPU only). ``attention_axis``
-    is the axis that the middle attention of the seed family normalises. ``read_loss`` makes every step wait for its
-    loss, as printing it would. With ``oversubscribe`` there are more ranks than cores or GPUs, and gloo lets them share
-    these. ``revision`` is the commit whose code runs, or empty for the working tree. ``options`` are for workloads
-    other than the lab's own.
+    for the CPU, such as a normalisation with the operations after it. ``freed_memory`` "kept" reuses the memory that a
+    step frees, where the C library would return large blocks to the system (CPU only). ``attention_axis`` is the axis
+    that the seed family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it
+    would. With ``oversubscribe``, ranks outnumber cores or GPUs, and share them using gloo. ``revision`` is the commit
+    whose code runs; empty for the working tree. ``options`` are for workloads other than the lab's own.
     """
 
     purpose: Annotated[str, Opt(choices=("timing", "profile", "quality", "check"))] = "timing"

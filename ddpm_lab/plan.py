@@ -86,8 +86,7 @@ class Family:
     shows that a mechanism works (``mechanism``) needs one set. If ``search_up_to`` is not 0, the largest global batch
     size up to it that fits into memory is searched first, and larger candidates are dropped. ``together`` puts all
     candidates into each set, whatever their number, for results that are computed from several of them. ``primary`` is
-    the label of the candidate that the question's answer is about. It is fixed before anything is measured, and
-    measured before all others, in its own sets.
+    the label of the candidate that the answer is about, fixed in advance and measured first, in its own sets.
     """
 
     name: str

@@ -115,9 +115,8 @@ class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
     A step ends when its slowest rank finishes it. ``data_seconds`` is the time each rank waited for data, and
-    ``others_cores`` the number of cores that other processes kept busy. ``state`` is the state of the machine, with the
-    names of ``others.Watch``, and the largest memory of any rank at the end of the window (``rss_bytes``, on a GPU also
-    ``allocated_bytes`` and ``reserved_bytes``).
+    ``others_cores`` the number of cores that other processes kept busy. ``state`` has the machine's state, as in
+    ``others.Watch``, and the largest final memory of any rank (``rss_bytes``; ``allocated_bytes``, ``reserved_bytes``).
     """
 
     turn: Count
@@ -388,10 +387,9 @@ def crowded(records: Sequence[RunRecord], *, to_come: int = 0) -> bool:
 
     A turn is crowded if, on average over its windows, the ranks' threads plus the cores used by other processes and the
     hypervisor exceed the usable cores by CROWDED_CORES. On a GPU, where each rank needs HOST_THREADS cores, it is also
-    crowded if another process computes on the GPU. Only load decides this, not time; unknown load counts as none. A
-    crowded turn is then weighted by its duration: if one of two threads loses its core, the turn may take sixty times
-    as long and so be most of the set. While a set is being measured, its ``to_come`` remaining turns are assumed to be
-    as short as the shortest so far.
+    crowded if another process computes on the GPU. Only load decides this, not time; unknown load counts as none.
+    Crowded turns are weighted by duration: if one of two threads loses its core, a turn may take sixty times as long
+    and be most of the set. The ``to_come`` turns of an unfinished set are assumed to be as short as the shortest yet.
     """
     turns: dict[int, list[tuple[float, float]]] = {}
     for r in records:

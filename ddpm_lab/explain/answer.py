@@ -179,10 +179,7 @@ def measured(study: Study) -> list[list[Comparison]]:
 
 
 def projection(rows: Sequence[Comparison]) -> tuple[str, Callable[..., Interval]]:
-    """Return a unit that suits the longest time for 50,000 images, and a function that gives a row's time in it.
-
-    The function takes a row and its baseline, and multiplies the baseline's time by the inverse of the row's ratio.
-    """
+    """Return a unit for the time for 50,000 images, and a function of a row and its baseline that gives this time."""
     longest = max(r.projected_seconds for r in rows)
     unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
 

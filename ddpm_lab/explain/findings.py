@@ -42,11 +42,10 @@ class Finding:
     """The answer to a question, as every page, notebook, table and command shows it.
 
     ``headline`` is short enough for a title, ``evidence`` one line on the data behind it, and ``notes`` are sentences
-    on its limits. ``verdict``, ``sets``, ``ratio``, its interval, and the interval of the repeated baseline
-    (``noise_low``, ``noise_high``) belong to the comparison that the headline is about; the numbers are NaN if there is
-    none. ``status`` is answered, inconclusive, too few sets, failed, not measured, or not explained. If there is no
-    answer, ``way_out`` is the command that would give one, with its minutes. ``published`` says whether the records
-    came with the checkout.
+    on its limits. ``verdict``, ``sets``, ``ratio``, its interval, and that of the repeated baseline (``noise_low``,
+    ``noise_high``) belong to the comparison that the headline is about, and are NaN if there is none. ``status`` is
+    answered, inconclusive, too few sets, failed, not measured, or not explained. Without an answer, ``way_out`` is the
+    command that would give one, with its minutes. ``published`` records came with the checkout.
     """
 
     experiment: str

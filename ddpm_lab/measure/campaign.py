@@ -43,10 +43,9 @@ class Campaign:
     """A validated experiment that is ready to be measured. ``target`` says how much, and ``instrument`` how.
 
     Records are appended to the ledger in the folder ``output``, next to which traces of profiles are saved. ``held``
-    has the records of the ledger, old and new, and ``lacks`` what is still missing. ``measured_sets`` counts added
-    sets, including those of a first attempt with more cores. ``crowded_out`` is true if the machine was too busy for a
-    comparison with all threads. ``on_cores`` plans the same question for a given number of cores; it is None if the
-    user chose that number.
+    has the records of the ledger, old and new, and ``lacks`` what is still missing. ``measured_sets`` counts new sets,
+    including those of a first attempt with more cores. ``crowded_out`` means that the machine was too busy for all
+    threads. ``on_cores`` plans the same question for a given number of cores; None if the user chose that number.
     """
 
     def __init__(
@@ -127,8 +126,7 @@ class Campaign:
     def run(self, *, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False) -> None:
         """Measure what is missing, as far as the time from now allows. ``look`` records that results are shown.
 
-        With ``yields``, a primary comparison whose ``LEAST_SETS`` do not fit stops after one set, to save time for
-        other questions.
+        With ``yields``, a primary comparison whose ``LEAST_SETS`` do not fit stops after one set, to save time.
         """
         self.begun = time.monotonic()
         families = self._before_sets()

@@ -163,8 +163,7 @@ class Seat:
     def _warm_up(self) -> None:
         """Run steps until two consecutive windows agree within ``STEADY``, or for ``WARMUP_SECONDS``.
 
-        At least ``plan.warmup_steps`` are run if they fit into that time. The first step, which compiles and in which
-        cuDNN chooses algorithms, is timed separately.
+        Run at least ``plan.warmup_steps`` if time allows. The first step, which compiles, is timed separately.
         """
         compiled = self.config.compile != "off"
         self._first_losses = [[] for _ in self._losses]

@@ -224,10 +224,7 @@ class Setup:
         return -(-usual // ranks) * ranks if asked is None else asked
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
-        """Return the world sizes in ``asked``, or without them those in ``usual`` that this machine can run.
-
-        Raises ConfigError if it cannot run one of ``asked``.
-        """
+        """Return ``asked``, or the ``usual`` world sizes that fit. Raises ConfigError if one of ``asked`` does not."""
         if asked is None:
             return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
         for ranks in asked:
@@ -388,10 +385,7 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
 
 
 def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
-    """Run one step of a workload; return the first rank's witness and the code and settings files that it loaded.
-
-    Raises ConfigError if the step fails or the witness does not match the configuration.
-    """
+    """Run one step of a workload and return the first rank's witness and loaded code. Raises ConfigError on failure."""
     name = config.sources[-1]
     instrument.progress(f"looking at {name}")
     limit = instrument.limits.build_seconds
