@@ -25,7 +25,7 @@ from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, NOT_ENOUGH, WORSE
 from ddpm_lab.measure.alone import BUDGET_SECONDS, LOOKS, profile_alone, take_budget, train_once
 from ddpm_lab.measure.group import Group
-from ddpm_lab.measure.sets import Instrument, Member, Seat
+from ddpm_lab.measure.sets import Instrument, Member, Slot
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.quality import fid_of
 from ddpm_lab.record import RunRecord
@@ -112,12 +112,12 @@ def test_windows_hold_whole_cycles_and_end_in_time(
         return [{"memory": {"rss_bytes": 3}}, {"memory": {"rss_bytes": 5}}]
 
     config = RunConfig(purpose="profile", optimizer=OptimizerConfig(ema_every=ema_every))
-    seat = Seat(Member("profile", "p", config), Plan(), instrument)
-    seat.group, seat.warm_step_seconds = cast("Any", SimpleNamespace(pids=(1,), ask=ask)), step_seconds
-    seat.witness = [{"prefetch_batches": prefetch}]
-    taken, steps, rounds = take_budget(seat), asked["steps"], asked["rounds"]
+    slot = Slot(Member("profile", "p", config), Plan(), instrument)
+    slot.group, slot.warm_step_seconds = cast("Any", SimpleNamespace(pids=(1,), ask=ask)), step_seconds
+    slot.witness = [{"prefetch_batches": prefetch}]
+    taken, steps, rounds = take_budget(slot), asked["steps"], asked["rounds"]
     assert steps % ema_every == 0
-    assert steps >= max(10 * prefetch, 0.999 * seat.plan.window_seconds / step_seconds)
+    assert steps >= max(10 * prefetch, 0.999 * slot.plan.window_seconds / step_seconds)
     assert asked["settle"] >= prefetch
     assert rounds == 1 or 2 * rounds * steps * step_seconds <= BUDGET_SECONDS
     assert (taken["steps"], taken["state"]["rss_bytes"]) == (steps * rounds, 5), "the largest rank's"

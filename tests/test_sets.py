@@ -26,7 +26,7 @@ from ddpm_lab.measure.sets import (
     CACHE_DAYS,
     Instrument,
     Member,
-    Seat,
+    Slot,
     balanced_orders,
     measure_set,
     steps_of_windows,
@@ -88,7 +88,7 @@ def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
     for machine, experiment, mechanism in rows:
         monkeypatch.setattr(sets, "environment", lambda machine=machine: make.environment(machine))
         run = sets._Set(instrument, [member], short_plan, {"experiment": experiment, "family": "busy"})
-        assert run.record(run.seats[0]).mechanism_only is mechanism
+        assert run.record(run.slots[0]).mechanism_only is mechanism
 
 
 def test_own_code_may_replace_the_clock_and_steps_that_take_no_time_are_a_failure(
@@ -138,7 +138,7 @@ def test_a_set_without_a_living_candidate_or_baseline_ends(instrument: Instrumen
 def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Seat, "card_share", 0.8)
+    monkeypatch.setattr(Slot, "card_share", 0.8)
     monkeypatch.setattr(sets, "TURNS_ALONE", 1)
     for planned, turns in ((short_plan, short_plan.turns), (dataclasses.replace(short_plan, turns=0), 1)):
         records = measured(instrument, planned)
@@ -153,16 +153,16 @@ COMPILED = dataclasses.replace(busy_config(), compile="whole")
 def start(instrument: Instrument, role: str, key: str = "a" * 12) -> tuple[str | None, Path]:
     """Choose caches as a group does and fill them as the compiler does; returns how they were, and the folder."""
     code = dataclasses.replace(instrument.code, key=key)
-    seat = Seat(Member(role, "compiled", COMPILED), Plan(), dataclasses.replace(instrument, code=code))
-    environment = seat._compile_cache()
+    slot = Slot(Member(role, "compiled", COMPILED), Plan(), dataclasses.replace(instrument, code=code))
+    environment = slot._compile_cache()
     # Nothing is timed while an empty cache is filled.
-    threads = instrument.usable_cores if seat.compile_cache == "cold" else 1
+    threads = instrument.usable_cores if slot.compile_cache == "cold" else 1
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == str(threads)
     inductor = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
-    assert inductor.exists() == (seat.compile_cache == "warm")
+    assert inductor.exists() == (slot.compile_cache == "warm")
     inductor.mkdir(exist_ok=True)
     inductor.with_name("filled").touch()
-    return seat.compile_cache, inductor
+    return slot.compile_cache, inductor
 
 
 def test_a_cold_compile_starts_with_empty_caches_and_sets_start_from_what_it_left(
@@ -275,12 +275,12 @@ def test_a_window_comes_after_what_workers_prefetched_meanwhile(
         raise GroupFailed("crashed", "heard enough")
 
     files = RunConfig(loader="files", loader_workers=1, world_size=nodes, nodes=nodes)
-    seat = Seat(Member("candidate", "files", files), Plan(), instrument)
-    seat.group = cast("Any", SimpleNamespace(window=window, pids=()))
-    seat.witness, seat.warm_step_seconds = [{"prefetch_batches": 2}], 0.5
+    slot = Slot(Member("candidate", "files", files), Plan(), instrument)
+    slot.group = cast("Any", SimpleNamespace(window=window, pids=()))
+    slot.witness, slot.warm_step_seconds = [{"prefetch_batches": 2}], 0.5
     for turn in range(2):
         with pytest.raises(GroupFailed):
-            seat.window(turn, 0, 4)
+            slot.window(turn, 0, 4)
     assert settled == settles
 
 
@@ -288,8 +288,8 @@ def test_windows_outlast_what_loader_workers_hold_ready() -> None:
     def steps_of(prefetch_batches: int) -> int:
         config = SimpleNamespace(global_batch_size=8)
         how: dict[str, Any] = {"failure": None, "warm_step_seconds": 0.5, "config": config, "member": "it"}
-        seat: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
-        of: Any = SimpleNamespace(seats=[seat], plan=Plan())
+        slot: Any = SimpleNamespace(prefetch_batches=prefetch_batches, **how)
+        of: Any = SimpleNamespace(slots=[slot], plan=Plan())
         return sets._Set._steps(of)["it"]  # type: ignore[index]
 
     assert list(map(steps_of, (0, 1, 2, 4, 16))) == [1, 1, 4, 8, 32]

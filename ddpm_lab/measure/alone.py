@@ -13,7 +13,7 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.sets import Member, Seat, Work, seen_of_machine
+from ddpm_lab.measure.sets import Member, Slot, Work, seen_of_machine
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -31,13 +31,13 @@ WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 def profile_alone(traces: list[Path]) -> Work:
     """A time budget and a profile, with one trace file a rank."""
 
-    def work(seat: Seat) -> dict[str, Any]:
-        seat.open()
-        seat.say("taking the time budget")
-        budget = take_budget(seat)  # before the profiler, which changes what it watches
-        seat.say("profiling")
+    def work(slot: Slot) -> dict[str, Any]:
+        slot.open()
+        slot.say("taking the time budget")
+        budget = take_budget(slot)  # before the profiler, which changes what it watches
+        slot.say("profiling")
         how = {"wait": 1, "warmup": 2, "active": PROFILED_STEPS, "repeat": 1, "traces": list(map(str, traces))}
-        profiles = seat.alive.ask("profile", seat.instrument.limits.build_seconds, "profiling", **how)
+        profiles = slot.alive.ask("profile", slot.instrument.limits.build_seconds, "profiling", **how)
         for rank, profile in zip(budget["ranks"], profiles, strict=True):  # of the same phases, to check the budget by
             rank["profiled"] = {
                 "step_seconds": profile["wall_seconds"] / profile["steps"],
@@ -48,35 +48,35 @@ def profile_alone(traces: list[Path]) -> Work:
     return work
 
 
-def take_budget(seat: Seat) -> dict[str, Any]:
+def take_budget(slot: Slot) -> dict[str, Any]:
     """Take the time budget of a warm group: windows as training runs, in turns with synchronised ones.
 
     A window holds a whole number of the steps between two updates of the averaged weights, at least as many as a timed
     window. Returns ``steps`` behind each number, ``rounds``, ``others_cores``, ``stolen_seconds``, ``state`` (as in a
     window's record), and ``ranks``: for each its ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
     """
-    plan, step_seconds = seat.plan, max(seat.warm_step_seconds, 1e-6)
-    least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / step_seconds))
-    cycle = seat.config.optimizer.ema_every
+    plan, step_seconds = slot.plan, max(slot.warm_step_seconds, 1e-6)
+    least = max(plan.window_steps, 10 * slot.prefetch_batches, math.ceil(plan.window_seconds / step_seconds))
+    cycle = slot.config.optimizer.ema_every
     steps = -(-least // cycle) * cycle
     rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * step_seconds))))
-    how = {"settle": max(plan.settle_steps, seat.prefetch_batches), "steps": steps, "rounds": rounds}
-    with seat.watched() as watch:
-        ranks = seat.alive.ask("budget", seat.silence_limit, "taking the time budget", **how)
+    how = {"settle": max(plan.settle_steps, slot.prefetch_batches), "steps": steps, "rounds": rounds}
+    with slot.watched() as watch:
+        ranks = slot.alive.ask("budget", slot.silence_limit, "taking the time budget", **how)
     return {"steps": steps * rounds, "rounds": rounds, **seen_of_machine(watch, ranks), "ranks": ranks}
 
 
-def train_once(seat: Seat, *, fid: Fid | None = None) -> dict[str, Any]:
+def train_once(slot: Slot, *, fid: Fid | None = None) -> dict[str, Any]:
     """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
 
     Returns the record's ``quality``: mean loss of every step over ranks, held-out losses with the images and steps they
     came after, hash of the final weights; with ``fid`` the FID of images that it draws. Raises GroupFailed where a
     loss is no longer finite, or ranks of one group end with different weights.
     """
-    config, limit = seat.config, seat.instrument.limits.build_seconds
+    config, limit = slot.config, slot.instrument.limits.build_seconds
     steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
-    seat.start()
-    group = seat.alive
+    slot.start()
+    group = slot.alive
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
     losses, held_out = list[float](), list[dict[str, Any]]()
 
@@ -95,31 +95,31 @@ def train_once(seat: Seat, *, fid: Fid | None = None) -> dict[str, Any]:
             losses += [sum(each) / len(ranks) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
             if not all(math.isfinite(loss) for loss in losses[start:]):
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
-            seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
+            slot.say(f"seed {config.seed}, step {len(losses)} of {steps}")
         evaluate(after)
-    seat.stages["training"] = time.monotonic() - begun
-    seat.hear_witness()
+    slot.stages["training"] = time.monotonic() - begun
+    slot.hear_witness()
     hashes = group.call("weights_sha256", limit)
     if len(set(hashes)) > 1 and config.exchange.enabled:
         raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
     found = {"steps": steps, "losses": [round(loss, 6) for loss in losses], "held_out": held_out}
     found["weights_sha256"] = hashes[0]
-    return {"quality": found | (_fid(seat, fid) if fid else {})}
+    return {"quality": found | (_fid(slot, fid) if fid else {})}
 
 
-def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
+def _fid(slot: Slot, fid: Fid) -> dict[str, Any]:
     """The FID of a trial's images; where it fails the trial stands, and says why there is none.
 
     It is computed in a process of its own, so that what it needs is no part of the code that trains.
     """
-    config, instrument = seat.config, seat.instrument
-    generated, steps = str(seat.alive.folder / "generated.npy"), min(SAMPLER_STEPS, config.diffusion.timesteps)
+    config, instrument = slot.config, slot.instrument
+    generated, steps = str(slot.alive.folder / "generated.npy"), min(SAMPLER_STEPS, config.diffusion.timesteps)
     found: dict[str, Any] = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
-    seat.say(f"drawing {fid.images:,} images for the FID")
-    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=generated, count=fid.images, steps=steps)
+    slot.say(f"drawing {fid.images:,} images for the FID")
+    slot.alive.call("draw_pixels", instrument.limits.build_seconds, path=generated, count=fid.images, steps=steps)
     options = (("inception", fid.inception), ("sha256", fid.sha256))
     judge = RunConfig(workload=FID, device=config.device, data=config.data, options=options)
-    how: dict[str, Any] = {"threads": instrument.usable_cores, "progress": lambda text: seat.say(f"FID, {text}")}
+    how: dict[str, Any] = {"threads": instrument.usable_cores, "progress": lambda text: slot.say(f"FID, {text}")}
     asked = {"generated": generated, "count": fid.images}
     try:
         with Group(judge, limits=Limits(build_seconds=FID_SECONDS), **how) as group:
@@ -131,28 +131,28 @@ def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
     return {"fid": found}
 
 
-def compare_gradients(seat: Seat) -> dict[str, Any]:
+def compare_gradients(slot: Slot) -> dict[str, Any]:
     """Train some steps, and compare loss and gradient of the last ones with fp32, on the weights of rank 0."""
-    limit = seat.instrument.limits.build_seconds
-    seat.say("comparing loss and gradient with fp32")
-    seat.start()
-    seat.alive.advance(WARM_STEPS, limit)
-    seat.hear_witness()
-    return {"quality": {"gradients": seat.alive.call("compare", limit, steps=COMPARED_STEPS)[0]}}
+    limit = slot.instrument.limits.build_seconds
+    slot.say("comparing loss and gradient with fp32")
+    slot.start()
+    slot.alive.advance(WARM_STEPS, limit)
+    slot.hear_witness()
+    return {"quality": {"gradients": slot.alive.call("compare", limit, steps=COMPARED_STEPS)[0]}}
 
 
-def run_wrong_ways(seat: Seat) -> dict[str, Any]:
+def run_wrong_ways(slot: Slot) -> dict[str, Any]:
     """Run what the option ``ways`` names, in its order; the first one starts cold."""
-    seat.start()
+    slot.start()
     found: dict[str, Any] = {}
-    for way in str(seat.config.option("ways", "")).split():
-        seat.say(f"the wrong way, {way.replace('_', ' ')}")
-        with seat.watched() as watch:
-            found[way] = seat.alive.call(way, seat.instrument.limits.build_seconds)[0]
+    for way in str(slot.config.option("ways", "")).split():
+        slot.say(f"the wrong way, {way.replace('_', ' ')}")
+        with slot.watched() as watch:
+            found[way] = slot.alive.call(way, slot.instrument.limits.build_seconds)[0]
         if (busy := watch.state.get("gpu_utilisation_percent")) is not None:
             found[way]["gpu_utilisation_percent"] = busy
-        if not seat.witness:
-            seat.hear_witness()
+        if not slot.witness:
+            slot.hear_witness()
     return {"profile": {"wrong_ways": found}}
 
 

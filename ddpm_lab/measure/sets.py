@@ -60,7 +60,7 @@ class Member:
     primary: bool = False
 
 
-class Seat:
+class Slot:
     """A member while it is being measured: its group and the results so far."""
 
     def __init__(self, member: Member, plan: Plan, instrument: Instrument) -> None:
@@ -81,7 +81,7 @@ class Seat:
 
     @property
     def alive(self) -> Group:
-        assert self.group is not None, "the seat has no running group"
+        assert self.group is not None, "the slot has no running group"
         return self.group
 
     @property
@@ -337,7 +337,7 @@ def steps_of_windows(
 
 
 Turns = Callable[[float, float], int]  # (seconds to start the groups, seconds of a turn) -> number of turns
-Work = Callable[[Seat], dict[str, Any]]  # does the work and returns fields of the record, by name
+Work = Callable[[Slot], dict[str, Any]]  # does the work and returns fields of the record, by name
 
 
 class _DoesNotFitTogether(Exception):  # noqa: N818 - handled by starting the groups separately
@@ -359,7 +359,7 @@ class _Set:
     ) -> None:
         self.instrument, self.plan, self.where = instrument, plan, where
         self.turns, self.gives_up, self.asked = turns, gives_up, plan
-        self.seats = [Seat(member, plan, instrument) for member in members]
+        self.slots = [Slot(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
         self.environment = environment()
@@ -367,44 +367,44 @@ class _Set:
     def together(self) -> None:
         """Measure the set with all groups alive throughout; only one of them runs at any time."""
 
-        def open_beside_others(seat: Seat) -> None:
-            seat.open()
-            if seat.card_share > CARD_SHARE and len(self.seats) > 1:
+        def open_beside_others(slot: Slot) -> None:
+            slot.open()
+            if slot.card_share > CARD_SHARE and len(self.slots) > 1:
                 raise _DoesNotFitTogether
 
         begun = time.monotonic()
-        for i in balanced_orders(len(self.seats), 1, self.seed)[0]:
-            self.guard(self.seats[i], open_beside_others)
+        for i in balanced_orders(len(self.slots), 1, self.seed)[0]:
+            self.guard(self.slots[i], open_beside_others)
             if self.baseline_lost():
                 return
         steps = self._steps()
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
-            alive = [s for s in self.seats if not s.failure]
+            alive = [s for s in self.slots if not s.failure]
             windows = sum((steps[s.member] + s.settle_steps) * s.warm_step_seconds for s in alive)
             turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
-        candidates = [s for s in self.seats if s.member.role == "candidate"]
+        candidates = [s for s in self.slots if s.member.role == "candidate"]
         # If all candidates failed, one turn is enough for the baseline's speed.
         turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
-        self._take_turns(Seat.window, steps, turns)
-        for seat in self.seats:
+        self._take_turns(Slot.window, steps, turns)
+        for slot in self.slots:
             if not self.baseline_lost():
-                self.guard(seat, Seat.finish)
+                self.guard(slot, Slot.finish)
 
     def one_at_a_time(self) -> None:
         """Measure the set with groups that do not fit on the GPU together: each turn starts each group again."""
 
-        def visit(seat: Seat, *window: int) -> None:
-            seat.open()
+        def visit(slot: Slot, *window: int) -> None:
+            slot.open()
             if window:
-                seat.window(*window)
-            seat.finish()
+                slot.window(*window)
+            slot.finish()
 
         self.close()
-        self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
-        for seat in self.seats:  # once without a window: equal work depends on the speeds of all
-            self.guard(seat, visit)
+        self.slots = [Slot(slot.member, self.plan, self.instrument) for slot in self.slots]
+        for slot in self.slots:  # once without a window: equal work depends on the speeds of all
+            self.guard(slot, visit)
         if self.baseline_lost():
             return
         self.plan = replace(self.asked, turns=self.asked.turns or TURNS_ALONE)  # each turn starts every group
@@ -412,75 +412,75 @@ class _Set:
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Run all turns of windows, but stop if the baseline or its twin fails, or if the set is too disturbed."""
-        for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
+        for turn, order in enumerate(balanced_orders(len(self.slots), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
-                self.guard(self.seats[i], window, turn, position, steps.get(self.seats[i].member, 0))
+                self.guard(self.slots[i], window, turn, position, steps.get(self.slots[i].member, 0))
                 if self.baseline_lost():
                     return
-            kept = [self.record(s) for s in self.seats if not s.failure] if self.gives_up else []
+            kept = [self.record(s) for s in self.slots if not s.failure] if self.gives_up else []
             if crowded(kept, to_come=turns - turn - 1):
                 return  # the set does not count and will be measured again
 
     def close(self) -> None:
-        for seat in self.seats:
-            seat.close()
+        for slot in self.slots:
+            slot.close()
 
-    def baseline_lost(self) -> list[Seat]:
-        """Return the failed seats without which this set has no comparisons: baseline or twin, if any."""
-        return [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
+    def baseline_lost(self) -> list[Slot]:
+        """Return the failed slots without which this set has no comparisons: baseline or twin, if any."""
+        return [s for s in self.slots if s.failure and s.member.role in ("baseline", "twin")]
 
-    def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
-        """Run ``action`` unless the seat has failed; on failure, store the error and kill the group."""
-        if seat.failure:
+    def guard(self, slot: Slot, action: Callable[..., None], *arguments: int) -> None:
+        """Run ``action`` unless the slot has failed; on failure, store the error and kill the group."""
+        if slot.failure:
             return
         try:
-            action(seat, *arguments)
+            action(slot, *arguments)
         except GroupFailed as failure:
-            beside = any(s is not seat and s.group for s in self.seats)
-            if failure.status == "oom" and seat.config.device == "cuda" and beside:
+            beside = any(s is not slot and s.group for s in self.slots)
+            if failure.status == "oom" and slot.config.device == "cuda" and beside:
                 raise _DoesNotFitTogether from failure
-            seat.failure = failure
-            seat.close()
+            slot.failure = failure
+            slot.close()
 
     def _steps(self) -> dict[Member, int]:
-        alive = [s for s in self.seats if not s.failure]
+        alive = [s for s in self.slots if not s.failure]
         seconds = [s.warm_step_seconds for s in alive]
         # Two full queues average out the work of loader workers. A queue of one batch is refilled at every step.
         least = [2 * s.prefetch_batches for s in alive if s.prefetch_batches > 1]
         counts = steps_of_windows(self.plan, [s.config.global_batch_size for s in alive], seconds, [0, *least])
-        return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
+        return {slot.member: count for slot, count in zip(alive, counts, strict=True)}
 
-    def record(self, seat: Seat, **found: Any) -> RunRecord:
+    def record(self, slot: Slot, **found: Any) -> RunRecord:
         """Return the record of a member, with ``found`` as further fields. A failure has a reason and no windows."""
-        config, failure = seat.config, seat.failure
-        stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
-        windows = [] if failure else seat.windows
+        config, failure = slot.config, slot.failure
+        stages = {name: round(seconds, 4) for name, seconds in slot.stages.items()}
+        windows = [] if failure else slot.windows
         if windows:
             stages["steady"] = round(sum(w.seconds for w in windows), 4)
         detail = {"traceback": failure.detail[-4000:]} if failure and failure.detail else {}
         gpus, own = self.environment.machine.gpus, self.where["experiment"] == "compare"
         return RunRecord(
             set_id=self.set_id,
-            role=seat.member.role,
-            label=seat.member.label,
+            role=slot.member.role,
+            label=slot.member.label,
             config=config,
-            baseline_id=self.seats[0].config.run_id,
+            baseline_id=self.slots[0].config.run_id,
             plan=self.plan,
-            environment=replace(self.environment, cuda=next((w.get("cuda") for w in seat.witness), None)),
+            environment=replace(self.environment, cuda=next((w.get("cuda") for w in slot.witness), None)),
             code_version=self.instrument.code.key,
             data_name=self.instrument.data_name,
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
-            primary=seat.member.primary,
+            primary=slot.member.primary,
             # Oversubscribed ranks compete for cores. On a machine with GPUs, only a user's code trains on the CPU.
             mechanism_only=config.oversubscribe or (bool(gpus) and config.device == "cpu" and not own),
             stages=stages,
-            compile_cache=seat.compile_cache,
-            warmup_steps=seat.warmup_steps,
-            ranks=tuple(seat.ranks),
+            compile_cache=slot.compile_cache,
+            warmup_steps=slot.warmup_steps,
+            ranks=tuple(slot.ranks),
             windows=tuple(windows),
-            witness={"ranks": seat.witness, **detail},
+            witness={"ranks": slot.witness, **detail},
             **self.where,
             **found,
         )
@@ -506,12 +506,12 @@ def measure_set(
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
-        return [run.record(seat) for seat in (run.baseline_lost() or run.seats)]
+        return [run.record(slot) for slot in (run.baseline_lost() or run.slots)]
 
 
-def warm_up_alone(seat: Seat) -> dict[str, Any]:
+def warm_up_alone(slot: Slot) -> dict[str, Any]:
     """Start and warm up a group; return no fields."""
-    seat.open()
+    slot.open()
     return {}
 
 
@@ -521,10 +521,10 @@ def measure_alone(
     """Run ``work`` on a group of its own and return its record; ``where`` has the experiment and the family."""
     found: dict[str, Any] = {}
 
-    def guarded(seat: Seat) -> None:
-        found.update(work(seat))
-        seat.finish()
+    def guarded(slot: Slot) -> None:
+        found.update(work(slot))
+        slot.finish()
 
     with contextlib.closing(_Set(instrument, [member], plan, where)) as run:
-        run.guard(run.seats[0], guarded)
-        return run.record(run.seats[0], **found)
+        run.guard(run.slots[0], guarded)
+        return run.record(run.slots[0], **found)
