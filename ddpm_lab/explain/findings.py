@@ -361,8 +361,7 @@ _SYNTHETIC = re.compile(r"([\d,]+ )?synthetic images")
 def where_of(study: Study, config: RunConfig) -> list[str]:
     """Return the command-line options for images, device and output folder that differ from the command's defaults.
 
-    Images are given by the folder of prepared images, which includes the held-out part; if it no longer exists, by the
-    placeholder DATA.
+    Images are given by the folder of prepared images, held-out part included, or as DATA if it no longer exists.
     """
     names = {r.data_name for r in study.records if r.data_name and r.config.data_sha256 == config.data_sha256}
     images = config.data if config.data and Path(config.data).is_dir() else "DATA"

@@ -1,4 +1,4 @@
-"""What a group does on its own, beside the sets: a work returns what the record says of it, or raises GroupFailed."""
+"""What a group does on its own, outside the sets. A work returns fields of its record, or raises GroupFailed."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def largest_batch(
 
 
 def _failure(record: RunRecord) -> tuple[str, str]:
-    """The limit that a size met which does not fit, and how."""
+    """Return the limit ("memory" or "failure") that a record's batch size exceeded, and a sentence on how."""
     size = f"{record.config.global_batch_size:,} images"
     if record.status == "oom":
         return "memory", f"{size} are out of memory"
@@ -230,17 +230,17 @@ def _failure(record: RunRecord) -> tuple[str, str]:
 
 
 def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
-    """How the last search of a configuration's work ended."""
+    """Return the record of how the last search for a configuration ended, whatever its batch size; None without any."""
     return next((r for r in reversed(records) if r.role == "largest" and same_work(r.config, config)), None)
 
 
 def same_work(config: RunConfig, other: RunConfig) -> bool:
-    """Whether two configurations differ in nothing but the batch size."""
+    """Return whether two configurations are equal except for their batch sizes."""
     return config.differences(other).keys() <= {"global_batch_size"}
 
 
 def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
-    """The next multiple of ``unit`` to try between what fits and what does not; None where it is known, or ``most``."""
+    """Return the next multiple of ``unit`` to try, between ``low``, which fits, and ``high``, or None to stop."""
     if high is None:
         size = min(2 * low, most) // unit * unit if low else first
     elif high - low <= max(unit, low // PARTS):
@@ -251,7 +251,7 @@ def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 
 
 
 def predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
-    """Peak memory of a size by the line through the two largest sizes measured; in proportion where only one is."""
+    """Predict the peak memory of a size, linearly from the two largest measured sizes, or in proportion to one."""
     last = max(peaks)
     if len(peaks) == 1:
         return peaks[last] * size / last

@@ -1,7 +1,6 @@
 """Measure the missing sets of an experiment, in order, as far as they fit into the time.
 
-Each set is appended to the ledger when it is complete, so a run that is killed loses at most one unfinished set and
-can be continued.
+Each set is appended to the ledger when it is complete, so a run that is killed loses at most one unfinished set.
 """
 
 from __future__ import annotations

@@ -45,20 +45,21 @@ def batch_size(
 
 
 def answer(study: Study) -> Answer:
-    """Compare the speed of each batch size, and say which is the largest that fits."""
+    """Return the answer: the speed of each batch size, and the largest one that fits."""
     return speeds(study, compared(study, notes=[sentence(study)]))
 
 
 def sentence(study: Study) -> str:
-    """The largest batch of each piece of work, or of searches alone, and that speed is not all; empty without any."""
-    found = [(rows[0].family, rows[0].config) for rows in families(comparisons(study))]
-    found = found or list({r.family: r.config for r in study.records if r.role == "largest"}.items())
-    told = [f"{f'with {family} ' if len(found) > 1 else ''}{_largest(study, config)}" for family, config in found]
-    return f"{phrases.begun('; '.join(told))}. {CAVEAT}" if told else ""
+    """Return a sentence on the largest batch of each family, compared or only searched, and a caveat; empty if none."""
+    configs = [(rows[0].family, rows[0].config) for rows in families(comparisons(study))]
+    configs = configs or list({r.family: r.config for r in study.records if r.role == "largest"}.items())
+    several = len(configs) > 1
+    parts = [f"with {family} " * several + _largest(study, config) for family, config in configs]
+    return f"{phrases.begun('; '.join(parts))}. {CAVEAT}" if parts else ""
 
 
 def _largest(study: Study, config: RunConfig) -> str:
-    """Such as "the largest batch that fits is 512 images (576 images are out of memory)"."""
+    """Return text such as "the largest batch that fits is 512 images (576 images are out of memory)"."""
     end = search_ended(study.records, config)
     if end is None:
         return "the largest batch that fits was not found"

@@ -150,9 +150,8 @@ def compare_commands(
 ) -> Campaign | None:
     """Compare the speed of two command lines and return the campaign; None if a revision runs the same code.
 
-    The baseline runs in ``revision``, given as its tree and the folder of its files, if not None. ``per_step`` is the
-    number of images per step, for both sides or for each. ``limits`` are those of ``compare``. Raises ConfigError if a
-    side cannot run a few steps.
+    The baseline runs in ``revision`` (its tree, and the folder of its files) if given. ``per_step`` is the number of
+    images per step, for both sides or each. ``limits`` are as in ``compare``. Raises ConfigError if a side fails.
     """
     output = output_folder(output_dir)
     if len(per_step) > 2:

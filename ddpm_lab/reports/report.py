@@ -70,8 +70,8 @@ def report(
     earlier report and marked as such.
 
     The arguments are the options of ``ddpm-lab report``. ``notebooks`` are names (03_amp or amp) or paths; None means
-    all numbered ones. ``parameters`` are passed to the notebooks that declare them. ``minutes`` is the total time; None
-    means the preset's. ``progress`` is called with one line at a time. The index shows the ``command`` to repeat it.
+    all numbered ones. ``parameters`` are passed to the notebooks that have them. ``minutes`` is the total time, by
+    default the preset's. ``progress`` is called with one line at a time. The index shows the ``command`` to repeat it.
 
     Raises:
         ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0,
@@ -226,17 +226,18 @@ class Report:
         self.say(file.stem, f"{state}: {error}" if error else f"{page.headline or state}{whose}")
 
     def index(self) -> Path:
-        """Write the index; returns its file."""
+        """Write the index and return its path."""
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
-        said = "The report was stopped." if self.stopped else "This report is still being made, or was ended."
+        state = "The report was stopped." if self.stopped else "This report is still being made, or was ended."
         ledger = self.folder.parent / LEDGER
-        to_come = f" {'Not run' if self.stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
+        why = "Not run" if self.stopped else "To come"
+        missing = f" {why}: {', '.join(waiting)}." if waiting else ""
         pages.write_index(
             list(self.pages.values()),
             target := self.folder / "index.html",
             subject=self.given["workload"] or "a diffusion model",
             facts=self.facts(),
-            notice=said + to_come if self.stopped or waiting else "",
+            notice=state + missing if self.stopped or waiting else "",
             command=self.command,
             ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",
         )

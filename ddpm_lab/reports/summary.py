@@ -89,7 +89,8 @@ class Summary:
         """Such as "8 GPUs on 2 nodes"."""
         if self.devices is None:
             return UNKNOWN
-        name = f"{self.devices} {'GPU' if self.gpus else 'CPU rank'}{'s' if self.devices > 1 else ''}"
+        kind = "GPU" if self.gpus else "CPU rank"
+        name = f"{self.devices} {kind}{'s' * (self.devices > 1)}"
         return f"{name} on {self.nodes} nodes" if (self.nodes or 1) > 1 else name
 
     @property
@@ -265,12 +266,12 @@ def compared(runs: Sequence[Summary]) -> list[Summary]:
 def _gain(run: Summary, alone: Mapping[tuple[bool, str, str], Sequence[float]]) -> Summary:
     gpu, devices, gain = bool(run.gpus), run.devices or 1, dict[str, Any]()
     times = alone.get((gpu, run.hardware, run.configuration or ""))
-    alike = f"{'GPU' if gpu else 'CPU rank'}{' of this kind' if run.hardware else ''}"
-    told = "not paired, so without an interval" if times else f"no run of this configuration on a single {alike}"
+    device = ("GPU" if gpu else "CPU rank") + " of this kind" * bool(run.hardware)
+    note = "not paired, so without an interval" if times else f"no run of this configuration on a single {device}"
     if times and run.epoch_seconds:
         ratio = geometric_mean(times) / run.epoch_seconds
         gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
-    return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
+    return dataclasses.replace(run, note="; ".join(filter(None, [run.note, note])), **gain)
 
 
 def grid(runs: Sequence[Summary]) -> tables.Table:

@@ -143,15 +143,16 @@ def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float, fl
 
 
 def name_of(config: RunConfig) -> str:
-    """What is trained and how, but for seed and number of ranks: equal names are repeats, at any world size."""
+    """Return a name of what is trained and how. Runs that differ only in seed or number of ranks have equal names."""
     usual = RunConfig()
     words = [config.work_name, f"batch {config.global_batch_size}"]
     words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
     before = usual.flat
     for name, value in config.flat.items():
         if name.partition(".")[0] not in _NOT_NAMED and value != before.get(name):
-            plain = "." not in name and isinstance(value, bool)
-            words.append(f"{'' if value else 'no '}{name}" if plain else f"{name} {value}")
+            is_switch = "." not in name and isinstance(value, bool)
+            switch = name if value else f"no {name}"
+            words.append(switch if is_switch else f"{name} {value}")
     own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
     words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
     return ", ".join(words)

@@ -308,8 +308,7 @@ def check_ranks(
 ) -> None:
     """Raise ConfigError if torch is missing or cannot use the GPU, or if ranks outnumber GPUs or usable cores.
 
-    With ``oversubscribe``, ranks share devices; None means that this is not possible. ``limited`` says that other
-    processes use the remaining cores.
+    With ``oversubscribe``, ranks share devices; None means they cannot. ``limited``: other processes use some cores.
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
