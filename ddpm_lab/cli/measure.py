@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     # All are checked before the first is measured.
     asked_of = {name: common | given(options, *able[name]) for name in names}
     planned = [
-        plan_bottleneck(how) if name == "bottleneck" else planning.plan_question(name, **how)
+        _plan_bottleneck(how) if name == "bottleneck" else planning.plan_question(name, **how)
         for name, how in asked_of.items()
     ]
     measured = [experiments.undecided(one).measure() for one in planned]
@@ -313,7 +313,7 @@ def bottleneck_report(study: Study) -> dict[str, Any]:
     return {**values, "page": str(report.with_suffix(".html"))}
 
 
-def plan_bottleneck(settings: dict[str, Any]) -> Campaign:
+def _plan_bottleneck(settings: dict[str, Any]) -> Campaign:
     """The question of what limits a step, ready to be measured."""
     check_room(output_folder(settings.get("output_dir")) / "reports")
     planned = planning.plan_question("bottleneck", **settings)

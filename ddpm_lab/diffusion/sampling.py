@@ -74,7 +74,7 @@ def denoise(network: Network, step: Step, x: Tensor, noise: Callable[[], Tensor]
     return following
 
 
-def sampling_timesteps(timesteps: int, steps: int) -> list[int]:
+def _sampling_timesteps(timesteps: int, steps: int) -> list[int]:
     """``steps`` timesteps evenly from ``timesteps`` - 1 down to 0, both ends included; one step is the first alone."""
     if not 1 <= steps <= timesteps:
         raise ValueError(f"steps is {steps}: give a whole number from 1 to the {timesteps} timesteps of the process")
@@ -89,7 +89,7 @@ def _walk(diffusion: Diffusion, steps: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
     A formula that is linear in images gives for ones and zeros its weights.
     """
-    times = torch.tensor(sampling_timesteps(diffusion.timesteps, steps), device=diffusion.alpha_bar.device)
+    times = torch.tensor(_sampling_timesteps(diffusion.timesteps, steps), device=diffusion.alpha_bar.device)
     one = torch.ones((len(times), 1, 1, 1), dtype=torch.float64, device=times.device)
     return times, torch.cat((times[1:], times.new_tensor([-1]))), one, torch.zeros_like(one)
 

@@ -66,7 +66,7 @@ def adam(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.A
     )
 
 
-def adam_seen(optimizer: torch.optim.Optimizer) -> str:
+def _adam_seen(optimizer: torch.optim.Optimizer) -> str:
     """How an optimizer computes its step, read back from it."""
     group = optimizer.param_groups[0]
     return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
@@ -370,7 +370,7 @@ class Step(ABC):
         seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
         seen |= self.data.witness()
         if self.has_adam:
-            seen["adam"] = adam_seen(self.optimizer)
+            seen["adam"] = _adam_seen(self.optimizer)
         if self.context.world_size > 1:
             seen["exchange_enabled"] = self.ddp is not None
         if self.ddp:

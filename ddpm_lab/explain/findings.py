@@ -100,7 +100,7 @@ def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: s
     """Return a finding about one comparison, with that comparison's values."""
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
     headline = headline if headline.startswith(as_written) else phrases.begun(headline)
-    known = {"verdict": row.verdict, "quality": f"quality {row.quality}", "evidence": evidence or evidence_of(row)}
+    known = {"verdict": row.verdict, "quality": f"quality {row.quality}", "evidence": evidence or _evidence_of(row)}
     ends = dict(zip(("low", "high", "noise_low", "noise_high"), (*row.ratio.ends, *row.noise.ends), strict=True))
     status = ANSWERED if row.answered else row.verdict
     return plain(study, headline, status, *notes, sets=row.sets, ratio=row.ratio.value, **known, **ends)
@@ -294,7 +294,7 @@ def _than(difference: str) -> str:
     return f"{difference} as" if difference.endswith("as fast") else f"{difference} than"
 
 
-def evidence_of(row: Comparison) -> str:
+def _evidence_of(row: Comparison) -> str:
     if not row.ratio.exists:
         return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"

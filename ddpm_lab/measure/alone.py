@@ -181,7 +181,7 @@ def largest_batch(
     """
     base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
-    tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
+    tried = {r.config.global_batch_size: r for r in records if r.role == "search" and _same_work(r.config, base)}
     tried = {size: r for size, r in tried.items() if r.status in ENDED}
     if too_large := [n for n, r in tried.items() if r.status == "oom" and base.device == "cuda"]:
         # Another process may have used the memory, so try the smallest of them again.
@@ -194,7 +194,7 @@ def largest_batch(
         peaks = {n: sum(rank.peak_rss_bytes or 0 for rank in r.ranks) for n, r in tried.items() if r.status == "ok"}
         high = min(failed, default=None)
         low = max((size for size in peaks if high is None or size < high), default=0)
-        size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
+        size = _next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
         if size is None:
             limit, reason = failed[high] if high else ("cap", f"the search goes up to {cap:,} images")
             break
@@ -205,7 +205,7 @@ def largest_batch(
             limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
             break
         if low and base.device == "cpu":
-            needed, available = predicted_bytes(peaks, size), hardware.available_bytes()
+            needed, available = _predicted_bytes(peaks, size), hardware.available_bytes()
             if needed > MEMORY_SHARE * available:
                 share = f"{100 * MEMORY_SHARE:.0f} % of the {available / 2**30:.1f} GiB available may be used"
                 failed[size] = "memory", f"{size:,} images would need about {needed / 2**30:.1f} GiB, {share}"
@@ -231,15 +231,15 @@ def _failure(record: RunRecord) -> tuple[str, str]:
 
 def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
     """Return the record of how the last search for a configuration ended, whatever its batch size; None without any."""
-    return next((r for r in reversed(records) if r.role == "largest" and same_work(r.config, config)), None)
+    return next((r for r in reversed(records) if r.role == "largest" and _same_work(r.config, config)), None)
 
 
-def same_work(config: RunConfig, other: RunConfig) -> bool:
+def _same_work(config: RunConfig, other: RunConfig) -> bool:
     """Return whether two configurations are equal except for their batch sizes."""
     return config.differences(other).keys() <= {"global_batch_size"}
 
 
-def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
+def _next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
     """Return the next multiple of ``unit`` to try, between ``low``, which fits, and ``high``, or None to stop."""
     if high is None:
         size = min(2 * low, most) // unit * unit if low else first
@@ -250,7 +250,7 @@ def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 
     return size if size > low else None
 
 
-def predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
+def _predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
     """Predict the peak memory of a size, linearly from the two largest measured sizes, or in proportion to one."""
     last = max(peaks)
     if len(peaks) == 1:

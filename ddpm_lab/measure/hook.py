@@ -182,7 +182,7 @@ class Turns:
         """The program, the modules of its own package, installed or not, and those that are no library's."""
         main = sys.modules["__main__"]
         program = Path(getattr(main, "__file__", None) or "").absolute()
-        own = {main.__package__, *entry_modules(program.name)}  # of python -m, or of what pip put into a bin/
+        own = {main.__package__, *_entry_modules(program.name)}  # of python -m, or of what pip put into a bin/
         own = {(name or "").partition(".")[0] for name in own}
         files = {str(program)} if program.is_file() else set()  # whatever its name ends in
         for name, module in list(sys.modules.items()):
@@ -282,7 +282,7 @@ def _within_its_own_step(optimizer: Any) -> bool:
     return False
 
 
-def entry_modules(command: str) -> set[str]:
+def _entry_modules(command: str) -> set[str]:
     """The modules that installed packages list as what a command runs."""
     from importlib import metadata  # noqa: PLC0415 - as above
 

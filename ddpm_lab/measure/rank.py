@@ -83,7 +83,7 @@ class Rank:
         os.environ.update({**IN_ORDER, **os.environ, **self.job.environment, **NCCL[config.exchange.nccl]})
         torch.set_num_threads(self.job.threads)
         if config.freed_memory == "kept":
-            keep_freed_memory()
+            _keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
         self.device = "cpu"
@@ -377,7 +377,7 @@ _PROBE_BYTES, _PROBE_PAGES = 64 * 2**20, 64
 """More than the C library ever keeps by itself, which is blocks of up to 32 MiB; the pages of it that are touched."""
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Have this process keep the memory that it frees, for its next step.
 
     The GNU C library unmaps every large block, and the kernel clears each page again when it is written to: 50,000 page

@@ -48,12 +48,12 @@ def amp(
 
 def answer(study: Study) -> Answer:
     """Return the answer: the speed of each format relative to the baseline; bars of times are a further view."""
-    times = View("Time for 50,000 images in each precision.", "time", lambda: times_figure(study))
-    found = compared(study, own=lambda first: beside_tf32(study, first))
+    times = View("Time for 50,000 images in each precision.", "time", lambda: _times_figure(study))
+    found = compared(study, own=lambda first: _beside_tf32(study, first))
     return speeds(study, found, views=(times,))
 
 
-def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
+def _beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
     """Yield a sentence on the speed of a format relative to tf32, computed from the sets that contain both."""
     for row in comparisons(study):
         if row.label == "tf32" != first.label and row.role == "candidate" and row.family == first.family and row.sets:
@@ -64,7 +64,7 @@ def beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
             yield f"{own}; {first.label} beside tf32: {ratio}."
 
 
-def times_figure(study: Study) -> Figure | None:
+def _times_figure(study: Study) -> Figure | None:
     """Return a bar chart of the time for 50,000 images, projected from each ratio; None if nothing was measured."""
     shown = measured(study)
     if not shown:

@@ -96,9 +96,9 @@ def answer(study: Study) -> Answer:
         shown = replace(shown, finding=plain(study, headline, ANSWERED, told, *machine_state.warnings(study), **known))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
     often = "One pair of settings, compared in the ways of most benchmarks, and in sets."
-    views = (View(often, "once", lambda: pair_figure(study)), View(wrong, table=lambda: fault_table(study)))
+    views = (View(often, "once", lambda: pair_figure(study)), View(wrong, table=lambda: _fault_table(study)))
     figure = shown.figure
-    return replace(shown, figure=lambda: fault_figure(study) or figure(), table=lambda: table(study), views=views)
+    return replace(shown, figure=lambda: _fault_figure(study) or figure(), table=lambda: table(study), views=views)
 
 
 def table(study: Study) -> Table:
@@ -296,7 +296,7 @@ def _half_width(low: float, high: float) -> float:
     return 100 * (math.sqrt(high / low) - 1)
 
 
-def fault_table(study: Study) -> Table:
+def _fault_table(study: Study) -> Table:
     """One row a fault: what is done wrong, what that did to a number here, and how it is done right."""
     found, rows, columns = readings(study), [], ("Fault", "Seen in", "Done wrong", "Here", "Done right")
     for key, fault in FAULTS.items():
@@ -307,7 +307,7 @@ def fault_table(study: Study) -> Table:
     return rows
 
 
-def fault_figure(study: Study) -> Figure | None:
+def _fault_figure(study: Study) -> Figure | None:
     """Each fault's number over the true one, the largest first; None where no wrong way was run."""
     found = sorted(readings(study).items(), key=lambda item: -item[1].ratio.value)
     if not found:

@@ -126,7 +126,7 @@ def answer(study: Study) -> Answer:
     splits = lost.splits(study)
     views = (
         View("Speed-up and parallel efficiency against the number of ranks.", "speedup", partial(by_ranks, study)),
-        View("Time for 50,000 images against the batch size.", "batch", partial(by_batch, study)),
+        View("Time for 50,000 images against the batch size.", "batch", partial(_by_batch, study)),
         View("Memory of each configuration's ranks.", "machine", partial(memory, study)),
         View(f"{lost.headline(splits)}.", table=lambda: lost.table(splits)),
         View("What the machine did meanwhile.", table=lambda: machine_state.table(study)),
@@ -222,7 +222,7 @@ def _line(rows: Sequence[Comparison], values: Sequence[Interval]) -> Line:
     return Line(name=rows[0].family.removesuffix(WEAK), x=[c.ranks for c in rows], y=y, low=low, high=high)
 
 
-def by_batch(study: Study) -> Figure | None:
+def _by_batch(study: Study) -> Figure | None:
     """Time for 50,000 images against the batch size, one line a number of ranks; None below three sizes."""
     every = [c for rows in measured(study) for c in rows]
     if not every:

@@ -181,7 +181,7 @@ def _experiment(
     device, grid, fleet = usual_device(asked.device), dict(asked.grid), current()
     network = asked.network or usual_network(device, name)
     work = asked.workload or network
-    cores = cores_of(name, asked, instrument, ledger, target=target, device=device, work=work)
+    cores = _cores_of(name, asked, instrument, ledger, target=target, device=device, work=work)
     compiles = name == "torch_compile" and grid.get("precision") is None and device == "cpu"
     setup = Setup(
         preset=asked.preset,
@@ -245,7 +245,7 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
 # --- what is chosen once for a question by this machine, and kept by its ledger: cores and a precision ---
 
 
-def cores_of(
+def _cores_of(
     name: str, asked: Settings, instrument: Instrument, ledger: Ledger, *, target: Target, device: str, work: str
 ) -> int:
     """Cores to measure a question with: those asked for, those of its answer or last set here, or those that are free.

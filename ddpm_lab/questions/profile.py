@@ -301,7 +301,7 @@ def answer(study: Study) -> Answer:
     drawn = partial(_operators_figure, f"{context}{charts.SEPARATOR}{record.family}", record)
     views = (
         View("Operators of profiled steps, each second counted once.", "operators", drawn),
-        View("The operators in numbers.", table=partial(operators_table, record)),
+        View("The operators in numbers.", table=partial(_operators_table, record)),
     )
     where = [context, record.label, phrases.plural(taken.steps, "step"), *[MECHANISM_ONLY] * record.mechanism_only]
     figure = partial(_budget_figure, taken, charts.SEPARATOR.join(where))
@@ -309,7 +309,7 @@ def answer(study: Study) -> Answer:
     return Answer(study=study, finding=found, figure=figure, table=partial(table, taken), views=shown)
 
 
-def operators_table(record: RunRecord) -> Table:
+def _operators_table(record: RunRecord) -> Table:
     """Return the operators that take most of a profiled step."""
     found = operators(record)
     if rest := found[_TOP:]:

@@ -239,7 +239,7 @@ def answer(study: Study) -> Answer:
     family = [r for r in mine if r.role == "baseline"][:1] + [r for r in mine if r.role == "candidate"]
     found = _finding(study, family) if any(r.equivalence.seeds for r in family) else compared(study)
     shown, views = speeds(study, found), (trained_view(study, [family]),)
-    table = partial(loss_table, family, fid=bool(_fids(family)))
+    table = partial(_loss_table, family, fid=bool(_fids(family)))
     return replace(shown, figure=lambda: _figure(study, family, shown), table=table, views=views)
 
 
@@ -329,7 +329,7 @@ def trials_of(rows: Sequence[Comparison], row: Comparison) -> list[RunRecord]:
     return [found[seed] for seed in sorted(found)]
 
 
-def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
+def _loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
     """One row a configuration: speed, quality, and held-out loss."""
     images, shown = extent_of(family)[1], []
     for row in family:

@@ -497,7 +497,7 @@ def steps_table(found: Recommendation) -> Table:
     ]
 
 
-def steps_figure(found: Recommendation) -> Figure:
+def _steps_figure(found: Recommendation) -> Figure:
     """Speed after each change, beginning where the one before ends."""
     said, context = _of_search(found).headline, phrases.context(found.study)
     if len(found.steps) == 1:
@@ -535,7 +535,7 @@ def answer(study: Study) -> Answer:
     views = list[View]()
     if searched:
         usable = found.sets and found.status == ANSWERED
-        steps, again = lambda: steps_figure(searched), "What the search found, measured again step by step."
+        steps, again = lambda: _steps_figure(searched), "What the search found, measured again step by step."
         if searched.count or ((searched.reach or not rows) and not usable):
             every = "Every change that was measured, each against its own baseline in the same sets."
             views.append(View(caption=every, name="changes", figure=figure if rows else None, table=table))

@@ -191,7 +191,7 @@ def contents(code: CodeVersion, worktree: Path, root: str | Path) -> set[tuple[s
     return {(os.path.relpath(name, root) if name.startswith("/") else name, sha256) for name, sha256 in here}
 
 
-def ran_as(seen: Mapping[str, Any]) -> str:
+def _ran_as(seen: Mapping[str, Any]) -> str:
     """What a command ran, as it said itself."""
     autocast = f" under autocast {', '.join(seen['autocast'])}" if seen["autocast"] else ""
     said = [
@@ -225,7 +225,7 @@ def _plain(value: Any) -> str:
 def command_lines(study: Study) -> list[str]:
     """Return lines on what each command ran and how the sides differ, from their latest records."""
     ran = {r.role: r for r in study.records if r.status == "ok" and r.config.command and r.witness.get("ranks")}
-    lines = [f"{r.label} ran as {ran_as(r.witness['ranks'][0])}" for role, r in ran.items() if role != TWIN]
+    lines = [f"{r.label} ran as {_ran_as(r.witness['ranks'][0])}" for role, r in ran.items() if role != TWIN]
     if {"baseline", "candidate"} <= ran.keys():
         sides = ran["baseline"], ran["candidate"]
         one, two = (r.witness["ranks"][0] for r in sides)

@@ -66,11 +66,11 @@ def workers(
 
 def answer(study: Study) -> Answer:
     """Compare the speed with each number of workers, training and loading alone."""
-    times = View("Time for 50,000 images against the number of loader workers.", "time", lambda: by_workers(study))
+    times = View("Time for 50,000 images against the number of loader workers.", "time", lambda: _by_workers(study))
     return speeds(study, compared(study), views=(times,))
 
 
-def by_workers(study: Study) -> Figure | None:
+def _by_workers(study: Study) -> Figure | None:
     """Time for 50,000 images against the loader workers, training and the loader alone; None below three numbers."""
     shown = [sorted(rows, key=lambda c: c.config.loader_workers) for rows in measured(study)]
     shown = [rows for rows in shown if len({c.config.loader_workers for c in rows}) > 2]
