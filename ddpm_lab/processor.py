@@ -15,8 +15,8 @@ def processor() -> str:
 
 def instructions() -> frozenset[str]:
     """The instructions of the processor, by their names in /proc/cpuinfo, such as ``avx2``; on Arm ``bf16``."""
-    told = _told(_cpuinfo())
-    return frozenset((told.get("flags") or told.get("features") or "").split())
+    info = _told(_cpuinfo())
+    return frozenset((info.get("flags") or info.get("features") or "").split())
 
 
 @cache
@@ -31,9 +31,9 @@ def name_in(cpuinfo: str) -> str:
     Virtual machines may hide the model of theirs: "AMD EPYC" is every generation of it, of which one multiplies bf16
     twice as fast as another. Such a name gets family and model, which tell generations apart.
     """
-    told = _told(cpuinfo)
-    name = told.get("model name") or told.get("hardware", "")
-    family, model = told.get("cpu family"), told.get("model")
+    info = _told(cpuinfo)
+    name = info.get("model name") or info.get("hardware", "")
+    family, model = info.get("cpu family"), info.get("model")
     hidden = name and not any(c.isdigit() for c in name) and family and model
     return f"{name} (family {family}, model {model})" if hidden else name
 

@@ -277,7 +277,7 @@ def recommend(options: argparse.Namespace) -> int:
         return 0
     study, said, path = found.study, found.finding, found.settings
     names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
-    told = table.values({name: getattr(said, name) for name in names} | {"settings": path and str(path)})
+    fields = table.values({name: getattr(said, name) for name in names} | {"settings": path and str(path)})
     lines = [table.plain(found.table()), said.claim, *([f"to answer it: {said.way_out}"] if said.way_out else [])]
     if not options.json:
         image = study.output_dir / "image_output" / f"{found.file}.png"
@@ -287,7 +287,7 @@ def recommend(options: argparse.Namespace) -> int:
             none = "none written, for want of an answer or beside those of another training"
             lines.append(f"settings: {path or none}")
             lines += [f"  {path.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}"] if path else []
-    tell(options, told, lines)
+    tell(options, fields, lines)
     return 0 if study.records else 1
 
 
@@ -328,8 +328,8 @@ def bottleneck_study(measured: Campaign) -> Study:
     records = experiments.of_training(read_all([measured.ledger.path])[0], None)
     every = study(records, RECOMMENDATION, machine=measured.cohort[0], output_dir=measured.output)
     others = (r for r in every.records if r.experiment != mine.experiment)
-    told = {name: getattr(mine, name) for name in ("measured_sets", "resolution", "published_trials")}
-    return replace(every, records=(*others, *mine.records), **told)
+    fields = {name: getattr(mine, name) for name in ("measured_sets", "resolution", "published_trials")}
+    return replace(every, records=(*others, *mine.records), **fields)
 
 
 COMMANDS = {

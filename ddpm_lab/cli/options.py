@@ -155,11 +155,11 @@ class Command(NamedTuple):
 
 def add(parser: argparse._ActionsContainer, name: str, here: Any = None) -> None:
     """Add an option or a positional to a command; ``here`` replaces its help, or more that argparse is told."""
-    told = POSITIONALS.get(name) or OPTIONS.get(name)
-    if told is None:
+    option = POSITIONALS.get(name) or OPTIONS.get(name)
+    if option is None:
         declared.add_options(parser, [replace(OF_TRAINING[name], default=here or USUAL.get(name))])
     else:
-        how = {**told, **({"help": here} if isinstance(here, str) else here or {})}
+        how = {**option, **({"help": here} if isinstance(here, str) else here or {})}
         how["help"] = how["help"].replace("%", "%%")
         parser.add_argument(*([name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]), **how)
 

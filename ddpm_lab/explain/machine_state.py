@@ -58,13 +58,13 @@ def unknown(study: Study) -> str:
 
 def warnings(study: Study) -> tuple[str, ...]:
     """Return sentences on disturbed sets, a machine that does not repeat itself, and cores that no answer used."""
-    told, lost = [], crowded_sets(study.records)
+    notes, lost = [], crowded_sets(study.records)
     if lost:
         all_sets = phrases.plural(len({r.set_id for r in study.records if r.windows}), "set")
         was, does = ("was", "does") if len(lost) == 1 else ("were", "do")
-        told.append(f"{len(lost)} of {all_sets} {was} disturbed by other processes and {does} not count.")
+        notes.append(f"{len(lost)} of {all_sets} {was} disturbed by other processes and {does} not count.")
     if not repeats_itself(study.looks):
-        told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
+        notes.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
     bases = [r for r in study.records if r.role == "baseline" and r.config.device == "cpu"]
     sets = Counter(r.run_id for r in bases if r.windows and r.set_id not in lost)
@@ -76,8 +76,8 @@ def warnings(study: Study) -> tuple[str, ...]:
         cores = " and ".join(f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken))
         # A core counts as taken from a half on, as where the number of cores was chosen.
         others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
-        told.append(f"Measured with {cores}{': other processes used the rest' * others}.")
-    return tuple(told)
+        notes.append(f"Measured with {cores}{': other processes used the rest' * others}.")
+    return tuple(notes)
 
 
 def table(study: Study) -> Table:

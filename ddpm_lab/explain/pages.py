@@ -97,11 +97,11 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     for page in (*last, *others):
         judged = str(page.finding.get("quality", ""))
         unjudged = page.finding.get("verdict") == FASTER and judged.startswith(_UNJUDGED)
-        told_before = page in last or any(told.startswith(page.headline) for told in ways)
+        told_before = page in last or any(text.startswith(page.headline) for text in ways)
         if page.kind != ANSWERED or (unjudged and not told_before):
             way = page.finding.get("way_out") or "no command decides it yet" * unjudged
-            told = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
-            ways.setdefault(told, []).extend([way] * bool(way))
+            text = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
+            ways.setdefault(text, []).extend([way] * bool(way))
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],

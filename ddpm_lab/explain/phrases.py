@@ -116,7 +116,7 @@ def settings(config: RunConfig) -> str:
     """The settings that the experiments vary: "2 ranks, bf16, compiled, files with 2 workers"."""
     lab, workers = not config.is_own, plural(config.loader_workers, "worker")
     files = config.loader == "files" if lab else config.option("samples", None) is not None
-    told = {
+    words = {
         plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank"): True,
         config.precision: lab or not config.option("number_format", ""),
         "compiled": config.compile != "off",
@@ -127,7 +127,7 @@ def settings(config: RunConfig) -> str:
         workers: files,
         f"{config.loader} data": lab and not files,
     }
-    return ", ".join(word for word, holds in told.items() if holds)
+    return ", ".join(word for word, holds in words.items() if holds)
 
 
 def work(config: RunConfig) -> str:

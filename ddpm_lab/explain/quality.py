@@ -345,10 +345,10 @@ def sentence(found: Equivalence, *, basis: bool = False) -> str:
         return NOT_MEASURED
     seeds = f"{found.seeds} seed{'s' * (found.seeds != 1)}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
-    told = [found.reason or f"{seeds}{need}", *([f"published {found.published}"] if found.published else [])]
+    details = [found.reason or f"{seeds}{need}", *([f"published {found.published}"] if found.published else [])]
     if basis and not found.reason and not math.isnan(found.low + found.margin):
-        told += [f"loss {difference(found)}", f"margin {margin_words(found)}"]
-    return f"{found.verdict}{'' if found.reason else after(found)} ({'; '.join(told)})"
+        details += [f"loss {difference(found)}", f"margin {margin_words(found)}"]
+    return f"{found.verdict}{'' if found.reason else after(found)} ({'; '.join(details)})"
 
 
 def after(found: Equivalence) -> str:

@@ -77,8 +77,8 @@ def study(
     one measured last. Raises LedgerError where ``machine`` names none or several, or is needed because the records come
     from several.
     """
-    told = chosen(list(records), experiment, machine=machine, cohort=cohort)
-    trials, others = [r for r in told if r.role == TRIAL], [r for r in told if r.role not in (TRIAL, LOOK)]
+    selected = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    trials, others = [r for r in selected if r.role == TRIAL], [r for r in selected if r.role not in (TRIAL, LOOK)]
     data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in others if r.experiment == experiment or not beside]
@@ -92,7 +92,7 @@ def study(
         trials=tuple(r for r in trials if r.cohort[2] in data),
         other_trials=tuple(r for r in trials if r.cohort[2] not in data),
         beside=tuple(beside),
-        looks=tuple(r for r in told if r.role == LOOK),
+        looks=tuple(r for r in selected if r.role == LOOK),
     )
 
 
@@ -102,11 +102,11 @@ def rank_zero(record: RunRecord) -> dict[str, Any]:
 
 
 def chosen(
-    told: Sequence[RunRecord], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None
+    records: Sequence[RunRecord], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None
 ) -> list[RunRecord]:
     """Select the records that ``study`` shows. Trials and looks come last."""
-    key, cohort = machine_key(told, machine) if told else "", None if experiment == RECOMMENDATION else cohort
-    mine = [r for r in told if r.machine.key == key]
+    key, cohort = machine_key(records, machine) if records else "", None if experiment == RECOMMENDATION else cohort
+    mine = [r for r in records if r.machine.key == key]
     trials, looks = ([r for r in mine if r.role == role] for role in (TRIAL, LOOK))
     groups = _by_experiment([r for r in mine if r.role not in (TRIAL, LOOK)])
     shown = [r for g in groups if experiment in (g[0].experiment, RECOMMENDATION) for r in _one_cohort(g, cohort)]
@@ -123,9 +123,9 @@ def about(records: Sequence[RunRecord], **of: str | int | None) -> list[RunRecor
     """Records ``of`` a network, device, image size or data, where these are given; and all trials and looks."""
 
     def fits(record: RunRecord) -> bool:
-        told = {name: getattr(record.config, name) for name in ("network", "device", "image_size")}
-        told["data"] = record.config.data_sha256
-        return all(value in (None, told[name]) for name, value in of.items())
+        values = {name: getattr(record.config, name) for name in ("network", "device", "image_size")}
+        values["data"] = record.config.data_sha256
+        return all(value in (None, values[name]) for name, value in of.items())
 
     return [r for r in records if r.role in (TRIAL, LOOK) or fits(r)]
 

@@ -40,10 +40,10 @@ def finding(answer: Answer) -> None:
     bases = [r.config for r in study.records if r.role == "baseline"]
     networks = phrases.joined(config.network for config in bases if config.workload == DDPM)
     own = phrases.joined(config.work_name for config in bases if config.is_own)
-    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
+    fields = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
-        **{name: getattr(found, name) for name in (*told, "notes", "published")},
+        **{name: getattr(found, name) for name in (*fields, "notes", "published")},
         "evidence": " \N{MIDDLE DOT} ".join(rests_on),
         "data": last.data_name if last else "",
         "training": f"{networks} network" if networks else own,

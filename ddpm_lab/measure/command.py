@@ -207,10 +207,10 @@ class CommandGroup(Group):
         ends = zip(*([r["start"] + end for end in r["step_ends"]] for r in reports), strict=True)
         skipped = max(report["skipped"] for report in reports)
         memory = {kind: folded(max, [r["memory"][kind] for r in reports]) for kind in reports[0]["memory"]}
-        told: dict[str, Any] = {"host": host_id(), "start": start, "end": max(report["end"] for report in reports)}
-        told |= {"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps}
-        told |= {"state": {"skipped_steps": float(skipped)} if skipped else {}}
-        return [{**told, "data_seconds": 0.0, "memory": memory}]
+        window: dict[str, Any] = {"host": host_id(), "start": start, "end": max(report["end"] for report in reports)}
+        window |= {"step_ends": [max(moments) - start for moments in ends], "losses": [0.0] * steps}
+        window |= {"state": {"skipped_steps": float(skipped)} if skipped else {}}
+        return [{**window, "data_seconds": 0.0, "memory": memory}]
 
     def witness(self) -> list[dict[str, Any]]:
         """What the first rank says of itself; ``files`` then has those of its modules that are in no library."""
@@ -223,8 +223,8 @@ class CommandGroup(Group):
         seen = self.witness()[0]
         said = super().finish()
         peaks = {name: max((s[name] for s in said if s[name] is not None), default=None) for name in said[0]}
-        told = {name: seen[name] for name in ("rank", "device", "device_uuid", "threads")}
-        return [{**told, **peaks, "images": None, "indices_sha256": ""}]
+        fields = {name: seen[name] for name in ("rank", "device", "device_uuid", "threads")}
+        return [{**fields, **peaks, "images": None, "indices_sha256": ""}]
 
     def _pause(self) -> None:
         assert self._process is not None

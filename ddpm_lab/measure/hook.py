@@ -116,13 +116,13 @@ class Turns:
             sys.stdout.flush()  # for this process may be killed in its sleep
         while True:
             try:
-                told = json.loads(self.link.recv_bytes())
+                request = json.loads(self.link.recv_bytes())
             except (EOFError, OSError):  # whoever measured is gone
                 os._exit(1)
-            if told["command"] == "window":
+            if request["command"] == "window":
                 break
-            self._say(getattr(self, told["command"])())
-        self.settle, self.left, self.told = told["settle"], told["steps"], time.perf_counter()
+            self._say(getattr(self, request["command"])())
+        self.settle, self.left, self.told = request["settle"], request["steps"], time.perf_counter()
         if not self.settle:
             self._begin()
 

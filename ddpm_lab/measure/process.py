@@ -146,10 +146,10 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     tempfile.tempdir = None
     if job.tree and job.tree.package != PACKAGE:
         # Be a rank of the revision's own lab: this one was there before, since the fork server holds it.
-        told = pickle.dumps(job)
+        pickled = pickle.dumps(job)
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]:
             del sys.modules[name]
-        importlib.import_module(__name__).rank_main(pickle.loads(told), commands, lifeline)  # which does not return
+        importlib.import_module(__name__).rank_main(pickle.loads(pickled), commands, lifeline)  # which does not return
     os.setsid()  # a process group of the server's session would be hung up on, where stopped, if the server is killed
     # As in a training script of one's own. With the start method that this rank inherits, each lock that a library
     # makes (tqdm does, when torch compiles) would be a named semaphore, and this process, which is killed or leaves

@@ -385,10 +385,10 @@ def _keep_freed_memory() -> None:
     """
     try:
         tell = ctypes.CDLL(None).mallopt
-        told = tell(_M_MMAP_MAX, 0) and tell(_M_TRIM_THRESHOLD, 2**31 - 1)
+        accepted = tell(_M_MMAP_MAX, 0) and tell(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
-        told = 0
-    if not told:
+        accepted = 0
+    if not accepted:
         raise Unsupported("freed_memory 'kept' needs the GNU C library, whose malloc can be told so: use default")
     if freed_memory_seen() != "kept":
         raise Unsupported("freed_memory 'kept' has no effect beside an allocator of LD_PRELOAD: use default")

@@ -254,14 +254,14 @@ def summary(study: Study) -> list[str]:
     on = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"
     took = f"A step of {phrases.plural(batch, 'image')} takes {phrases.seconds(seconds)}"
     took += f" ({phrases.significant(batch / seconds)} images/s, {on})."
-    told = [verdict(about), took, "Nothing that was measured would make it faster."]
+    lines = [verdict(about), took, "Nothing that was measured would make it faster."]
     if first := next(iter(advice(study)), None):
         kind = "First recommendation" if first.status == FASTER else "First to be measured"
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
-        told[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
+        lines[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
     statuses = [row["Status"] for row in targets(study, about) if row["Status"] != NO_TARGET]
-    told.append(f"{statuses.count(MET)} of {phrases.plural(len(statuses), 'target')} are met.")
-    return [*told, *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
+    lines.append(f"{statuses.count(MET)} of {phrases.plural(len(statuses), 'target')} are met.")
+    return [*lines, *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
 
 
 def verdict(about: Subject) -> str:
@@ -271,13 +271,13 @@ def verdict(about: Subject) -> str:
         return f"{bd.headline(about.taken)}: no bottleneck is named."
     compute, io = line.share(bd.COMPUTE), line.share(bd.IO)
     most = max((bd.IO, bd.TRANSFER, bd.COMPUTE, bd.OTHER), key=line.share)
-    told = f"compute share {bd.percent(compute)}, I/O {bd.percent(io)}"
+    shares = f"compute share {bd.percent(compute)}, I/O {bd.percent(io)}"
     if most == bd.COMPUTE and io >= TARGETS.io:
-        told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
+        shares += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
     names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
     what = f"{names[most]}, {bd.percent(line.share(most))} of it" if most in names else most
     what = "the host, which launches its kernels" if about.taken.waits_for_host else what
-    return f"The step is limited by {what}: {told}."
+    return f"The step is limited by {what}: {shares}."
 
 
 def targets(study: Study, about: Subject) -> Table:

@@ -91,9 +91,9 @@ def answer(study: Study) -> Answer:
         refuted, confirmed, untestable = (len(named[verdict]) for verdict in (REFUTED, CONFIRMED, UNTESTABLE))
         headline = f"Of {len(CLAIMS)} published claims {refuted} are refuted and {confirmed} confirmed"
         headline += f"; {untestable} need GPUs" * bool(untestable)
-        told = " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
+        text = " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
         known = {"verdict": "judged", "quality": "quality in the table, where a claim is about it"}
-        shown = replace(shown, finding=plain(study, headline, ANSWERED, told, *machine_state.warnings(study), **known))
+        shown = replace(shown, finding=plain(study, headline, ANSWERED, text, *machine_state.warnings(study), **known))
     wrong = "Each fault: what is done wrong, what that did to a number here, how it is done right."
     often = "One pair of settings, compared in the ways of most benchmarks, and in sets."
     views = (View(often, "once", lambda: pair_figure(study)), View(wrong, table=lambda: _fault_table(study)))
@@ -179,9 +179,9 @@ class Records:
         latest = {(r.label, r.config.seed): r for r in sorted(wrong, key=lambda r: r.config.seed)}
         for (label, seed), r in latest.items():
             begun = {"begun": r.stages.get("start", 0.0) + r.stages.get("build", 0.0)}
-            for way, told in (r.profile or {}).get("wrong_ways", {}).items():
-                if isinstance(told, dict) and [] not in told.values():
-                    self.ways[way, label][seed] = told | begun
+            for way, result in (r.profile or {}).get("wrong_ways", {}).items():
+                if isinstance(result, dict) and [] not in result.values():
+                    self.ways[way, label][seed] = result | begun
         rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
         self.own = {row.label: row for row in rows if row.role == "candidate"}
         self.narrow = self.own.get("bf16") or self.own.get("fp16")
@@ -189,7 +189,7 @@ class Records:
 
     def each(self, way: str, value: Callable[[Any], float], label: str = "fp32") -> dict[int, float]:
         """A ``value`` of what each repeat of a wrong way answered, by seed."""
-        return {seed: value(told) for seed, told in self.ways[way, label].items()}
+        return {seed: value(result) for seed, result in self.ways[way, label].items()}
 
     def faster(self, way: str, label: str, seconds: Callable[[Any], float] = itemgetter("seconds")) -> list[float]:
         """How many times as fast as fp32 a configuration looks in each repeat of a wrong way that both have."""
@@ -226,22 +226,22 @@ def _pairs(pairs: Sequence[tuple[float, float]]) -> Reading:
     return Reading(_mean(a / b for a, b in pairs), wrong, right)
 
 
-def _from_start(told: Any) -> float:
+def _from_start(result: Any) -> float:
     """Seconds of a step, from the start of its process."""
-    return float(told["begun"] + sum(told["step_seconds"])) / len(told["step_seconds"])
+    return float(result["begun"] + sum(result["step_seconds"])) / len(result["step_seconds"])
 
 
-def _of_step(told: Any) -> float:
-    return float(told["seconds"] / told["steps"])
+def _of_step(result: Any) -> float:
+    return float(result["seconds"] / result["steps"])
 
 
 _STEPS: dict[str, tuple[str, Callable[[Any], float]]] = {
     "multiplied": ("fresh", _from_start),
-    "cold": ("fresh", lambda told: statistics.fmean(told["step_seconds"])),
+    "cold": ("fresh", lambda result: statistics.fmean(result["step_seconds"])),
     "profiler": ("profiled", _of_step),
     "unsynchronised": ("unsynchronised", _of_step),
     "loss_read": ("loss_read", _of_step),
-    "phase_sums": ("phases_waited_for", lambda told: sum(told["phases"].values()) / told["steps"]),
+    "phase_sums": ("phases_waited_for", lambda result: sum(result["phases"].values()) / result["steps"]),
 }
 """Faults that call another time than the sets' that of a step: the wrong way, and the time in what it answers."""
 
@@ -265,7 +265,7 @@ def readings(study: Study) -> dict[str, Reading]:
 
 def _other_numbers(found: Records) -> dict[str, Reading]:
     """Faults whose numbers are ratios, shares or widths of intervals, and a phase that is called by another name."""
-    read, runs = dict[str, Reading](), [told["seconds"] for told in found.ways["runs", "fp32"].values()]
+    read, runs = dict[str, Reading](), [result["seconds"] for result in found.ways["runs", "fp32"].values()]
     if larger := next((row for label, row in found.own.items() if label.startswith("batch ")), None):
         read["unequal"] = _against(found.faster("bars", larger.label), larger.ratio)
     if len(bars := found.each("bars", _of_step).values()) > 1:
@@ -273,18 +273,18 @@ def _other_numbers(found: Records) -> dict[str, Reading]:
     halves = [sum(seconds[::2]) / sum(seconds[1::2]) for seconds in runs if len(seconds) > 1]
     two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
     read["label"] = _against(halves, two) if two else Reading(_mean(halves), _mean(halves).value, math.nan)
-    backward = found.each("phases", lambda told: told["phases"].get("backward", 0.0) / told["steps"]).values()
+    backward = found.each("phases", lambda result: result["phases"].get("backward", 0.0) / result["steps"]).values()
     if any(backward):
         read["gradient"] = Reading(Interval(value=math.inf), _mean(backward).value, 0)
     shares = []
-    for told in found.ways["phases_waited_for" if found.cuda else "one_thread", "fp32"].values():
-        compute = sum(told["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
-        used = told.get("gpu_utilisation_percent") if found.cuda else 100 * told["cpu_seconds"] / told["seconds"]
+    for result in found.ways["phases_waited_for" if found.cuda else "one_thread", "fp32"].values():
+        compute = sum(result["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
+        used = result.get("gpu_utilisation_percent") if found.cuda else 100 * result["cpu_seconds"] / result["seconds"]
         busy = used if found.cuda else used / found.cores
-        shares += [(100 * compute / told["seconds"], busy)] if busy else []
+        shares += [(100 * compute / result["seconds"], busy)] if busy else []
     read["share"] = _pairs(shares)
     nested = found.ways["profiled", "fp32"].values()
-    read["nested"] = _pairs([(told["inclusive_seconds"], told["exclusive_seconds"]) for told in nested])
+    read["nested"] = _pairs([(result["inclusive_seconds"], result["exclusive_seconds"]) for result in nested])
     widths = [_half_width(*np.percentile(seconds, (2.5, 97.5))) for seconds in runs]
     width = _half_width(found.step.low, found.step.high)
     read["percentiles"] = _against(widths, Interval(value=width or math.nan))

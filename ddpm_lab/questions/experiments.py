@@ -118,13 +118,13 @@ def _published(name: str, output: Path, network: str | None, usual: str) -> Stud
     for of, of_published in ((network, network or usual), (None, usual), (None, None)):
         if (mine := measured_here(name, output, network=of)).records:
             return mine
-        told = [
+        candidates = [
             (r.machine.key == here, r.date, f, r.machine.key)
             for r, f in others
             if of_published in (None, r.config.network)
         ]
-        if told:
-            *_, file, key = max(told)
+        if candidates:
+            *_, file, key = max(candidates)
             return dataclasses.replace(_stored(name, output, file, key, network=of_published), published=True)
     return study([], name, output_dir=output)
 
@@ -242,8 +242,8 @@ def _stored(
     found = of_training(records, workload)
     if workload is None and of.get("network") is None and asked and set(asked).isdisjoint(found):
         found = [r for r in records if r.cohort[2] == asked[-1].cohort[2]]
-    told = study(selection.about(selection.with_looks(found, records), **of), name, machine=machine, output_dir=output)
-    return dataclasses.replace(told, published_trials=published_trials())
+    shown = study(selection.about(selection.with_looks(found, records), **of), name, machine=machine, output_dir=output)
+    return dataclasses.replace(shown, published_trials=published_trials())
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def _note_space(campaign: Campaign, space: Space) -> None:
     record = campaign.unmeasured("space", family.name, label, space.baseline, space.baseline)
     record = dataclasses.replace(record, space=space.as_dict())
     here = ("space", record.machine.key, record.code_version)
-    told = [r for r in campaign.ledger.read()[0] if (r.role, *r.cohort[:2]) == here]
+    earlier = [r for r in campaign.ledger.read()[0] if (r.role, *r.cohort[:2]) == here]
     said = attrgetter("family", "space", "run_id", "plan")
-    if not told or said(told[-1]) != said(record):
+    if not earlier or said(earlier[-1]) != said(record):
         campaign.ledger.append([record])

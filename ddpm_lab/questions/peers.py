@@ -172,12 +172,12 @@ def _finding(study: Study) -> Finding:
     # The primary comparison; where that is missing the trainer that comes nearest, so that the claim holds for all.
     nearest = min([r for r in measured if r.primary] or measured, key=lambda r: r.ratio.value)
     mine = replace(nearest, label="this trainer", baseline_label=nearest.label, experiment="peers")
-    rate, told = phrases.significant(base.images_per_second), ""
+    rate, note = phrases.significant(base.images_per_second), ""
     tuned = {(r.config.device, r.config.compile) for r in others if r.sets and TUNED in r.label}
     if tuned == {("cpu", "off")}:
-        told = "Compilation of the others is not tried on a CPU but in full. "
-    told += f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}."
-    found = about(study, nearest, findings.headline_of(mine), told, *common_notes(study, comparisons(study)))
+        note = "Compilation of the others is not tried on a CPU but in full. "
+    note += f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}."
+    found = about(study, nearest, findings.headline_of(mine), note, *common_notes(study, comparisons(study)))
     return replace(found, way_out=findings.way_out_of(study, nearest))
 
 

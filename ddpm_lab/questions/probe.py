@@ -233,8 +233,8 @@ def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig 
     """``config`` in the settings that a run in ``folder`` has had; None if there is none, or its format is emulated."""
     with suppress(ValueError, OSError):
         if checkpoints_in(folder / CHECKPOINTS):
-            told = read_settings(folder / RUN_SETTINGS, "--output-dir")
-            found = dataclasses.replace(config, **{name: told[name] for name in open_ if name in told})
+            saved = read_settings(folder / RUN_SETTINGS, "--output-dir")
+            found = dataclasses.replace(config, **{name: saved[name] for name in open_ if name in saved})
             return None if emulated(found) else found
     return None
 
@@ -252,11 +252,11 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
         if not any(r.role == "space" for r in mine):
             return None
         measured = study(mine, RECOMMENDATION, machine=machine)
-        told = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
-        if told is None or not told.count:
+        advice = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
+        if advice is None or not advice.count:
             return None
-        best, values = told.best.row.config, told.space.settings
-        held = {setting for name, _ in told.space.only for value in values.get(name, ()) for setting in value.changes}
+        best, values = advice.best.row.config, advice.space.settings
+        held = {setting for name, _ in advice.space.only for value in values.get(name, ()) for setting in value.changes}
         alike = {*ALIKE, *SETTINGS}.difference(open_)  # what the user has said too
         if held.isdisjoint(open_) and all(getattr(best, name) == getattr(config, name) for name in alike):
             return dataclasses.replace(config, **{name: getattr(best, name) for name in open_})

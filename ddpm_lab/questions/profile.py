@@ -208,11 +208,11 @@ def evidence(found: Budget) -> str:
         f"Beside the phases: {phrases.joined(beside)}" if beside else "",
     ]
     if found.waits_for_host:
-        told = f"The GPU was busy {found.busy_percent:.0f} % of the time: fewer launches an image feed it better"
-        parts.append(f"{told}, by a larger batch, torch.compile or CUDA graphs")
+        text = f"The GPU was busy {found.busy_percent:.0f} % of the time: fewer launches an image feed it better"
+        parts.append(f"{text}, by a larger batch, torch.compile or CUDA graphs")
     if not math.isnan(found.trace_difference):
-        told = f"The profiler's trace gives the same shares within {max(0.1, 100 * found.trace_difference):.1f} points"
-        parts.append(f"{told}, at {found.profiler_slowdown:.2f} times the step time")
+        text = f"The profiler's trace gives the same shares within {max(0.1, 100 * found.trace_difference):.1f} points"
+        parts.append(f"{text}, at {found.profiler_slowdown:.2f} times the step time")
     return ". ".join(filter(None, (*parts, found.disturbance)))
 
 
@@ -296,8 +296,8 @@ def answer(study: Study) -> Answer:
     context = phrases.context(replace(study, records=(record,)))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
     status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-    told = {"evidence": f"{evidence(taken)}.", "verdict": verdict}
-    found = plain(study, headline(taken), status, mechanism, unseen(record), **told)
+    fields = {"evidence": f"{evidence(taken)}.", "verdict": verdict}
+    found = plain(study, headline(taken), status, mechanism, unseen(record), **fields)
     drawn = partial(_operators_figure, f"{context}{charts.SEPARATOR}{record.family}", record)
     views = (
         View("Operators of profiled steps, each second counted once.", "operators", drawn),

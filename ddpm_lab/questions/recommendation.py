@@ -230,10 +230,10 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     warnings = machine_state.warnings(study)
     several = len({c.baseline.global_batch_size for c in rows}) > 1
 
-    def where(c: Comparison, told: str = "") -> str:
+    def where(c: Comparison, text: str = "") -> str:
         batch, held = f" at batch {c.batch}", c.config.precision
-        narrow = held == c.baseline.precision != "fp32" and f"{held} training" not in told
-        return _for(c.baseline) + f" in {held}" * narrow + batch * (several and batch not in told)
+        narrow = held == c.baseline.precision != "fp32" and f"{held} training" not in text
+        return _for(c.baseline) + f" in {held}" * narrow + batch * (several and batch not in text)
 
     if not rows:
         return _nothing(study)
@@ -244,8 +244,8 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
-        told = findings.difference(best)
-        headline = f"{told}{where(best, told)}; quality {best.quality}"
+        difference = findings.difference(best)
+        headline = f"{difference}{where(best, difference)}; quality {best.quality}"
         return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
@@ -461,13 +461,13 @@ def _of_search(found: Recommendation) -> Finding:
         headline = f"Nothing to use yet{_for(base)}: {words} against the baseline is {phrases.outcome(row)}"
     against = f"{phrases.work(base)}, {phrases.settings(base)}, batch {base.global_batch_size}"
     again = f"Measured again after the search, against {against}."
-    told = about(where, row, headline, again, f"Quality: {quality.sentence(judged, basis=True)}.", *rest)
-    status = ANSWERED if found.count else UNTRIED if found.reach else told.status
+    finding = about(where, row, headline, again, f"Quality: {quality.sentence(judged, basis=True)}.", *rest)
+    status = ANSWERED if found.count else UNTRIED if found.reach else finding.status
     if not (found.count or found.reach or row.answered):
-        return replace(told, way_out=_search_command(where, found.space))
+        return replace(finding, way_out=_search_command(where, found.space))
     if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
-        return replace(told, status=status)
-    return replace(told, status=status, way_out=findings.judging(where, _search_command(where, found.space), base))
+        return replace(finding, status=status)
+    return replace(finding, status=status, way_out=findings.judging(where, _search_command(where, found.space), base))
 
 
 def _search_command(study: Study, space: Space) -> str:
@@ -564,12 +564,12 @@ def write_settings(study: Study) -> Path | None:
         dropped = (*dropped, *usual_settings(config.device), "compile_mode")
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, STEPS * found.space.baseline.global_batch_size // config.global_batch_size)}
-    told = [
+    comments = [
         _of_search(found).headline + "; settings for speed are left to train" * (not found.count),
         f"Measured on {found.study.hardware}, {found.study.date}, by ddpm-lab recommend.",
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]
     path = study.output_dir / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(values))
+    files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in comments) + settings_text(values))
     return path

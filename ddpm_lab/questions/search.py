@@ -65,9 +65,9 @@ def search(
             able.setdefault(name, []).append(value)
     settings = _only(able, only or {}, left_out)
     base = setup.config(**{name: new for values in settings.values() for name, new in values[0].changes.items()})
-    told, guess = tuple(left_out.items()), _guess(settings, setup)
+    omitted, guess = tuple(left_out.items()), _guess(settings, setup)
     held = tuple((name, tuple(value.key for value in settings[name])) for name in only or ())
-    space = Space(baseline=base, settings=settings, guess=guess, left_out=told, only=held, preset=setup.preset)
+    space = Space(baseline=base, settings=settings, guess=guess, left_out=omitted, only=held, preset=setup.preset)
     others = tuple((space.changed(cell), config) for cell, config in space.cells.items())[1:]
     if not others:
         raise ConfigError("only leaves one value of every setting: nothing is left to be searched; give more values")

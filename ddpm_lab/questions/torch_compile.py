@@ -149,8 +149,8 @@ def _bars(study: Study, c: Comparison) -> list[Row]:
     rows = []
     for name, found in ((c.baseline_label, eager), (f"{c.label}, warm cache", warm), (f"{c.label}, cold cache", cold)):
         if found and (cold or warm):
-            each = {told: [r.stages[name] for r in found if name in r.stages] for name, told in STAGES.items()}
-            parts = {told: float(np.median(seconds)) for told, seconds in each.items() if seconds}
+            each = {label: [r.stages[name] for r in found if name in r.stages] for name, label in STAGES.items()}
+            parts = {label: float(np.median(seconds)) for label, seconds in each.items() if seconds}
             compiled = f", compile {phrases.seconds(parts['compile'])}" if "compile" in parts else ""
             text = f"{phrases.seconds(sum(parts.values()))}{compiled}"
             rows.append(Row(name=f"{name} ({phrases.plural(len(found), 'group')})", parts=parts, text=text))

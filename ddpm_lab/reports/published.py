@@ -43,8 +43,8 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     Raises LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none
     is named.
     """
-    told, damaged = read_all(ledgers)
-    records = selection.with_looks(_shown(told, machine), told)
+    all_records, damaged = read_all(ledgers)
+    records = selection.with_looks(_shown(all_records, machine), all_records)
     if not records:
         raise LedgerError(
             f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
@@ -56,12 +56,12 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
     """Replace the published records of one machine by these, and draw those of its figures that a page shows."""
-    told, _ = read_all(ledgers)
-    shown = set(_shown(told, machine))
+    records, _ = read_all(ledgers)
+    shown = set(_shown(records, machine))
     # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
     data = {(r.machine.key, r.cohort[2]) for r in shown}
-    trials = {r for r in told if r.role == "quality" and r.experiment in SHOWN}
-    chosen = anonymous([r for r in told if r in shown or (r in trials and (r.machine.key, r.cohort[2]) in data)])
+    trials = {r for r in records if r.role == "quality" and r.experiment in SHOWN}
+    chosen = anonymous([r for r in records if r in shown or (r in trials and (r.machine.key, r.cohort[2]) in data)])
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     slug = re.sub(r"[^a-z0-9]+", "-", chosen[-1].machine.name.lower()).strip("-")

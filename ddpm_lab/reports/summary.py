@@ -151,15 +151,15 @@ def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summa
     mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, scaling(r.family)) == kind]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    told = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
-    notes, gain = [told.note, multi_gpu.layout(row.config)], dict[str, Any]()
+    summary = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
+    notes, gain = [summary.note, multi_gpu.layout(row.config)], dict[str, Any]()
     notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if row.role == "candidate" and row.sets:
         gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
         gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
         notes += [f"{phrases.evidence(row.ratio)}, {phrases.outcome(row)}", f"quality {row.quality}"]
-    gain |= {"epoch_seconds": row.projected_seconds if told.seconds else None, "job_id": _job(mine)}
-    return dataclasses.replace(told, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
+    gain |= {"epoch_seconds": row.projected_seconds if summary.seconds else None, "job_id": _job(mine)}
+    return dataclasses.replace(summary, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
 
 
 def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
@@ -221,8 +221,8 @@ def read_log(log: Path) -> list[Summary]:
 def _runs(line: str) -> list[Summary]:
     """The runs in a line of a log; none if it is another line, damaged or cut off."""
     try:
-        told, _ = json.JSONDecoder().raw_decode(line, line.index(f'{{"{RUNS}": '))
-        return list(reader(tuple[Summary, ...])(told[RUNS], RUNS))
+        values, _ = json.JSONDecoder().raw_decode(line, line.index(f'{{"{RUNS}": '))
+        return list(reader(tuple[Summary, ...])(values[RUNS], RUNS))
     except (ValueError, TypeError, RecursionError):
         return []
 

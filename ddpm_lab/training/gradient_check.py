@@ -75,8 +75,8 @@ class GradientCheck(Trainer):
         if exact is None:
             return None
         exact.close()
-        told = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
-        return {**told, "steps": found}
+        settings = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
+        return {**settings, "steps": found}
 
     def _compare(self, batch: Batch, exact: Trainer | None) -> dict[str, Any]:
         """Train one step; what is told of it is of use on rank 0, which has the ``exact`` trainer."""

@@ -172,7 +172,7 @@ def _make(config: RunConfig, count: int, progress: Progress) -> None:
                 progress(f"{done + made:,} of {count:,} images, {rate:.3g} images/s")
     except GroupFailed as failed:
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
-        told = RunFailed(f"{failed.reason}{advice}; the images that were made stay")
-        told.add_note(failed.detail.strip())
-        raise told from failed
+        error = RunFailed(f"{failed.reason}{advice}; the images that were made stay")
+        error.add_note(failed.detail.strip())
+        raise error from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")

@@ -295,8 +295,8 @@ class _Run:
         """Each host may have its own copy of the images, and one may have been prepared again by now."""
         for rank, seen in enumerate(group.witness()):
             if seen["data_sha256"] != self.config.data_sha256:
-                told = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
-                raise GroupFailed("refused", f"{told}, and start again")
+                problem = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
+                raise GroupFailed("refused", f"{problem}, and start again")
 
     def _advance(self, group: Group) -> list[dict[str, Any]]:
         """Train one chunk; returns a row of the log for each step."""
