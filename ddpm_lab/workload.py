@@ -1,7 +1,7 @@
-"""The thing being trained, as the lab sees it: a small protocol, so that any training step can be measured.
+"""The protocol of a workload, which lets the lab measure any training step.
 
-A workload is named ``module:function``. Every rank calls ``function(config, context)`` once, in a fresh process, and
-then alternates ``next(batches)`` and ``step(batch)``. A user gives a ``Training``, which ``training.own`` makes one of.
+A workload is named ``module:function``. Each rank calls ``function(config, context)`` once, in a new process, and then
+alternates ``next(batches)`` and ``step(batch)``. Users provide a ``Training``, which ``training.own`` wraps.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import Any, Protocol
 from ddpm_lab.config import RunConfig
 
 
-class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that becomes a row, not a defect
+class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that is recorded, not a defect
     """The machine cannot run the configuration; the message says what is missing and how to get it."""
 
 
 def _unwatched(ddp: Any, hook: Any = None) -> None:
-    """When gradients are exchanged is of interest only where a time budget is taken; how they are is the workload's."""
+    """Register the communication hook, if any, without timing the exchange, as only a time budget does."""
     if hook is not None:
         ddp.register_comm_hook(None, hook)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Where a workload runs, ``device`` as a torch device string, and whom it tells.
+    """Where a workload runs (``device`` is a torch device string), and functions with which it reports progress.
 
-    ``mark(phase)`` says what the rank does next: it cuts a step into phases, names what a rank that hangs was doing,
-    and costs a microsecond. The lab marks "data"; "copy" (host to device), "forward", "backward", "optimizer", "ema"
-    and "communication" (or "all-reduce") are the workload's, and any other name is shown as it is.
-    ``span(name, start, end)``, in seconds of ``time.perf_counter``, reports what ran beside these, from any thread.
-    ``watch(ddp)``, or ``watch(ddp, hook)`` with a communication hook, does so for the gradient exchange of a
-    DistributedDataParallel module: once, before its first step.
+    ``mark(phase)`` reports what the rank does next. It divides a step into phases, shows what a hanging rank was doing,
+    and takes a microsecond. The lab marks "data"; the workload marks "copy" (host to device), "forward", "backward",
+    "optimizer", "ema" and "communication" (or "all-reduce"); others are shown as given. ``span(name, start, end)``,
+    in seconds of ``time.perf_counter``, reports work beside the phases, from any thread. ``watch(ddp)``, or
+    ``watch(ddp, hook)`` with a communication hook, reports a DDP module's gradient exchange; call it once, at first.
     """
 
     rank: int
@@ -50,45 +49,45 @@ class Workload(Protocol):
     """One rank's share of a training run."""
 
     def batches(self) -> Iterator[Any]:
-        """Endless batches of this rank's share, in the order fixed by the configuration's seed."""
+        """Return an endless iterator over this rank's batches, in an order determined by the configuration's seed."""
         ...
 
     def step(self, batch: Any) -> Any:
-        """One optimizer step; returns the loss as a detached 0-d tensor or a float, without waiting for the device."""
+        """Run an optimizer step. Returns the loss, a detached 0-d tensor or a float, without waiting for the device."""
         ...
 
     def witness(self) -> dict[str, Any]:
-        """What really runs, read back from the objects that run; compared with the configuration.
+        """Return the actual settings, read from the running objects, which are compared with the configuration.
 
-        Names with a meaning to the lab: ``precision``, ``compile``, ``loader_workers``, ``prefetch_batches``,
-        ``data_sha256``, ``indices_sha256`` and ``images``. Others are recorded as they are.
+        The lab interprets ``precision``, ``compile``, ``loader_workers``, ``prefetch_batches``, ``data_sha256``,
+        ``indices_sha256`` and ``images``. Other entries are only recorded.
         """
         ...
 
     def close(self) -> None:
-        """Stop whatever was started."""
+        """Stop everything that was started, such as loader workers."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training of your own: what only you can know. Precision, compilation, ranks and loading are the lab's to set.
+    """Your own training. The lab sets precision, compilation, ranks and loading.
 
-    A function ``make()``, or ``make(config, context)``, returns it; every rank calls that once, with seeded generators
-    (torch, numpy, random). ``loss`` and ``step`` must call the model that they are given, which the lab has wrapped.
+    It is returned by a function ``make()`` or ``make(config, context)``, which every rank calls once, with seeded
+    generators (torch, numpy, random). ``loss`` and ``step`` must use the model that they are given: the lab wraps it.
 
     Args:
-        model: the network, a ``torch.nn.Module``, on the CPU.
-        data: a map-style dataset (``len(data)``, ``data[i]`` one sample), which the lab shuffles, shares between ranks
-            and makes batches of; or an iterable of ready batches of ``config.rank_batch_size`` samples for this rank.
-        loss: ``loss(model, batch)`` is the mean loss of a batch on the device, a tensor of one number.
-        step: in place of it, ``step(model, batch)`` is a whole step, backward pass and optimizer included, and returns
-            its loss. Its number format is your own.
-        optimizer: a ``torch.optim.Optimizer`` of ``model.parameters()``; None is Adam with the learning rate of
-            ``config.optimizer``. A ``step`` brings its own.
-        collate: makes a batch of a list of samples; None is torch's ``default_collate``.
-        held_out_loss: ``held_out_loss(model)`` is a loss, a number, on data that is never trained on, of the model in
-            eval mode, without gradients, on the device. Without it nothing is said about quality.
+        model: the network, a ``torch.nn.Module`` on the CPU.
+        data: a map-style dataset (``len(data)``, and ``data[i]`` is a sample), which the lab shuffles, splits between
+            ranks and batches; or an iterable of batches of ``config.rank_batch_size`` samples for this rank.
+        loss: ``loss(model, batch)`` returns the mean loss of a batch on the device, a tensor with one element.
+        step: instead of ``loss``, ``step(model, batch)`` runs a whole step, with backward pass and optimizer, and
+            returns its loss. It chooses its own number format.
+        optimizer: a ``torch.optim.Optimizer`` of ``model.parameters()``. Default: Adam with the learning rate of
+            ``config.optimizer``. Not used with ``step``.
+        collate: makes a batch from a list of samples. Default: torch's ``default_collate``.
+        held_out_loss: ``held_out_loss(model)`` returns the loss on data that is not trained on, as a number. The model
+            is in eval mode on the device, without gradients. Without this, quality is not measured.
     """
 
     model: Any
@@ -101,7 +100,7 @@ class Training:
 
 
 def call_maker(function: Callable[..., Any], name: str, config: RunConfig, context: RankContext) -> Any:
-    """What ``function(config, context)``, or ``function()``, returns. Raises TypeError for one with other arguments."""
+    """Return ``function(config, context)`` or ``function()``. Raises TypeError if it takes other arguments."""
     found: Iterable[inspect.Parameter] = inspect.signature(function).parameters.values()
     takes = sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in found)
     if takes not in (0, 2):
@@ -110,12 +109,12 @@ def call_maker(function: Callable[..., Any], name: str, config: RunConfig, conte
 
 
 def place_of(function: Any) -> str:
-    """Where a function is written, such as "mine.py, line 12"; empty where that cannot be told."""
+    """Return where a function is defined, such as "mine.py, line 12"; empty if that is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
 
 
 def named(name: str, function: Any) -> str:
-    """A workload's name for a sentence about it, with the place of its function where that can be told."""
+    """Return a workload's name for messages, with the place where its function is defined if known."""
     place = place_of(function)
     return f"{name} ({place})" if place else name

@@ -50,14 +50,14 @@ Side = str | Path | RunConfig | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
+    """The result of ``compare``. ``str`` returns it in words, and notebooks also show its figure."""
 
     answer: Answer
     figure: Path
 
     @property
     def study(self) -> Study:
-        """The records that it rests on."""
+        """The records that the result is computed from."""
         return self.answer.study
 
     @property
@@ -67,21 +67,21 @@ class ComparisonResult:
 
     @property
     def ratio(self) -> float:
-        """The baseline's time for equal work divided by the candidate's: above 1 the candidate is faster."""
+        """The baseline's time for equal work divided by the candidate's; above 1, the candidate is faster."""
         return self.finding.ratio
 
     @property
     def verdict(self) -> str:
-        """The candidate's against the baseline: faster, slower, same speed, inconclusive or too few sets."""
+        """The verdict on the candidate: faster, slower, same speed, inconclusive or too few sets."""
         return self.finding.verdict
 
     @property
     def complete(self) -> bool:
-        """Whether both sides ran: one that failed has no speed, and passes no gate."""
+        """Whether both sides ran without failing."""
         return {"baseline", "candidate"} <= {r.role for r in self.study.records if r.status == "ok"}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; what is unknown is null."""
+        """Return plain values for JSON; unknown ones are null."""
         losses, found = first_losses(self.study), _all_sets(self.study)
         every = found and values({"ratio": found.value, "low": found.low, "high": found.high, "sets": found.sets})
         return {
@@ -95,7 +95,7 @@ class ComparisonResult:
         }
 
     def __str__(self) -> str:
-        """Verdict and finding, then a line each for the sides, their first losses, what really ran, and the figure."""
+        """Return verdict and finding, then a line each for the sides, their first losses, what ran, and the figure."""
         repeats = self.finding.claim.lower().startswith(self.verdict.lower())
         lines = [self.finding.claim if repeats else f"{self.verdict}: {self.finding.claim}"]
         lines += [
@@ -129,29 +129,29 @@ def compare(
     output_dir: str | Path | None = None,
     quiet: bool = False,
 ) -> ComparisonResult:
-    """Measure two training steps against each other until a difference of ``resolution`` would be found.
+    """Compare the speeds of two training steps, precisely enough to detect a difference of ``resolution``.
 
-    Each side is a workload ``module:function`` that can be imported from here, the function itself, a TOML file of
-    settings of ``RunConfig``, or such a configuration. The function takes nothing and yields after every step (or
-    returns a function that does one step); or it takes ``(config, context)`` and returns a ``Workload``. One step of
-    one side must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
+    Each side is an importable workload ``module:function``, the function itself, a TOML file of ``RunConfig`` settings,
+    or a ``RunConfig``. The function takes no arguments and yields after every step (or returns a function that runs one
+    step); or it takes ``(config, context)`` and returns a ``Workload``. A step must be the same amount of work on both
+    sides, unless ``global_batch_size`` in a file says otherwise.
 
-    Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), never because a
-    difference has appeared; or after ``minutes``, or ``sets`` sets. What the ledger holds of the same code counts.
+    Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), or after
+    ``minutes`` or ``sets`` sets, but never because a difference has appeared. Records of the same code are reused.
 
     Args:
-        baseline: the side that is 1.
-        candidate: the side whose speed is asked for.
-        resolution: the smallest relative difference to be found: 0.02 is 2 %.
-        minutes: time budget; None is no limit.
-        sets: the most sets to measure.
-        cores: to measure with on a CPU; None is as many as an earlier answer of the same code had, or as are free.
-        device: cpu or cuda, for sides that do not say; None is the GPU where there is one.
-        output_dir: folder that receives ``trace_output/`` and ``image_output/``; None is the checkout.
-        quiet: show no progress.
+        baseline: the side whose speed is defined as 1.
+        candidate: the side to compare with it.
+        resolution: smallest relative difference to detect, such as 0.02 for 2 %.
+        minutes: time budget. Default: no limit.
+        sets: maximum number of sets.
+        cores: CPU cores to use. Default: as for an earlier answer with the same code, or all free ones.
+        device: cpu or cuda, for sides that do not set it. Default: the GPU if there is one.
+        output_dir: folder for ``trace_output/`` and ``image_output/``. Default: the checkout.
+        quiet: do not show progress.
 
     Raises:
-        ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
+        ConfigError: a side cannot run on this machine, or cannot be sent to another process.
     """
     where: dict[str, Any] = {"cores": cores, "device": device, "output_dir": output_dir, "quiet": quiet}
     return answer(measure(baseline, candidate, resolution=resolution, minutes=minutes, sets=sets, **where))
@@ -166,7 +166,7 @@ def measure(
     quiet: bool = False,
     **limits: Any,
 ) -> Campaign:
-    """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
+    """Run the measurements of ``compare`` and return the campaign; needs no scipy. ``limits`` as in ``plan_pair``."""
     if scripts.is_command(baseline) and scripts.is_command(candidate):
         if str(baseline).split() == str(candidate).split():
             raise ConfigError(f"both sides are {str(candidate).strip()!r}: {_ITSELF}")
@@ -187,7 +187,7 @@ def measure(
 
 
 def answer(measured: Campaign) -> ComparisonResult:
-    """What the records say, with a figure in ``image_output/``."""
+    """Return the result of a measured campaign and save its figure in ``image_output/``."""
     found = answered(study_of(measured))
     family = measured.experiment.families[0]
     plain = "".join(c if c.isalnum() else "-" for c in family.name).encode()[:NAME_BYTES].decode(errors="ignore")
@@ -197,7 +197,7 @@ def answer(measured: Campaign) -> ComparisonResult:
 
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:
-    """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
+    """Return the configuration of a side, without preparing images. ConfigErrors mention the ``place``."""
     if isinstance(given, RunConfig):
         return given
     find_here()
@@ -220,7 +220,7 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
 
 
 def _workload_of(function: Callable[..., Any], place: str) -> str:
-    """The name under which another process can import a function."""
+    """Return the name under which another process can import a function."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found: Any = sys.modules.get(module or "")
     if module in (None, "__main__") or not name.isidentifier() or getattr(found, name, None) is not function:
@@ -233,7 +233,7 @@ def _workload_of(function: Callable[..., Any], place: str) -> str:
 
 
 def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
-    """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
+    """Return a configuration with prepared images if it names any, or if it uses the lab's own trainer."""
     if config.data_sha256 or (config.workload != DDPM and not config.data):
         return config
     progress = (lambda _: None) if quiet else partial(say, error=True)
@@ -252,7 +252,7 @@ def _name(given: Side, config: RunConfig) -> str:
 
 
 def _labels(one: str, two: str) -> tuple[str, str]:
-    """The two names, without the module where both have the same."""
+    """Return labels for two names, without their module if it is the same."""
     if one == two:
         return one, f"{two} (candidate)"
     module, _, function = one.rpartition(":")
@@ -272,7 +272,7 @@ _SIDE = (
 
 
 def _all_sets(study: Study) -> stats.Estimate | None:
-    """The candidate's ratio over all its sets, where some were measured after those of its answer."""
+    """Return the candidate's ratio over all sets, if some were measured after its answer; else None."""
     rows = [r for r in comparisons(study) if r.role == "candidate"]
     return next((r.all_sets for r in rows if r.all_sets.sets > r.sets), None)
 

@@ -40,31 +40,31 @@ from ddpm_lab.training.setting import OWN_DATA, Images, Setup, code_of, usual_de
 
 MOST_SETS = 100  # where a resolution says how many sets are measured, and nothing else limits them
 LEAST_RESOLUTION = 0.001
-"""So many sets find a difference of this size where they scatter by 0.25 %: the quietest machines do."""
+"""The smallest difference that MOST_SETS sets detect on the quietest machines, whose sets scatter by 0.25 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a question is asked.
+    """The settings of a question.
 
     Args:
         preset: smoke, quick or full: how much is run.
-        minutes: time budget, which says how many sets there are; what does not fit becomes fewer configurations. None
-            is no limit, 0 measures nothing.
-        sets: sets per comparison, just so many; None is what the time gives, or the preset's number.
-        resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
-            at most ``sets`` sets (100 by default); None measures the planned number of sets.
-        output_dir: folder that receives ``trace_output/``; None is the checkout.
-        quiet: show no progress. ``say`` gets its lines instead of the terminal.
+        minutes: time budget, which determines the number of sets; if it is too short, configurations are dropped.
+            Default: no limit. 0 measures nothing.
+        sets: exact number of sets per comparison. Default: what fits into the time, or the preset's number.
+        resolution: measure each comparison precisely enough to detect this relative difference (0.02 for 2 %), in at
+            most ``sets`` sets (100 by default). Default: the planned number of sets.
+        output_dir: folder for ``trace_output/``. Default: the checkout.
+        quiet: do not show progress. ``say`` receives its lines instead of the terminal.
         further: whether comparisons whose answer was shown get more sets.
-        data, held_out, skip_bad: images, and ``cache`` keeps them prepared, by default in the output folder.
-        network: None is ``tiny`` on a CPU; on a GPU, and beside other trainers, the published one, ``seed``.
-        device: None is the GPU where there is one.
-        image_size: ``image_sizes`` makes one part of the experiment for each size instead.
+        data, held_out, skip_bad: the images; prepared ones are kept in ``cache``, by default in the output folder.
+        network: Default: ``tiny`` on a CPU; on a GPU, and in comparisons with other trainers, the published ``seed``.
+        device: Default: the GPU if there is one.
+        image_size: ``image_sizes`` instead makes one part of the experiment for each size.
         oversubscribe: allow more ranks than devices.
-        workload: a training of the user's, which brings its own data and model.
-        cores: to measure with on a CPU; None is as many as earlier sets of this question had, or as are free.
-        grid: settings of the question itself; see ``questions``.
+        workload: the user's own training, with its own data and model.
+        cores: CPU cores to use. Default: as in earlier sets of this question, or all free ones.
+        grid: settings specific to the question; see ``questions``.
     """
 
     preset: str = "quick"
@@ -164,7 +164,7 @@ def seconds_of(minutes: object) -> float:
 
 
 def instrument_for(output: Path, progress: Progress, seconds: float = math.inf) -> Instrument:
-    """What measuring needs to know, of somebody's own code within ``seconds``, before its code is known.
+    """Return an instrument with the lab's own code version; ``seconds`` limits how long the user's code may be silent.
 
     Raises ConfigError if ``output`` is not writable.
     """
@@ -372,7 +372,7 @@ def _cores_of_pair(pair: Pair, planned: Campaign) -> int:
 
 
 def _pair_on(pair: Pair, cores: int) -> Pair:
-    """Two configurations on so many cores. Raises ConfigError where this machine cannot run them so."""
+    """Return two configurations that use ``cores`` cores. Raises ConfigError if this machine cannot run them."""
     most, gpus = hardware.usable_cores(), len(hardware.gpus())
     for config in pair:
         setting.check_ranks(config.device, config.world_size, gpus, cores, limited=cores < most)
@@ -381,6 +381,6 @@ def _pair_on(pair: Pair, cores: int) -> Pair:
 
 
 def on_cores(config: RunConfig, cores: int) -> RunConfig:
-    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
+    """Return a configuration whose ranks share ``cores`` cores; unchanged if these are all cores."""
     whole_machine = config.device == "cuda" or cores >= hardware.usable_cores()
     return config if whole_machine else dataclasses.replace(config, threads=max(1, cores // config.node_size))
