@@ -15,7 +15,7 @@ def processor() -> str:
 
 def instructions() -> frozenset[str]:
     """The instructions of the processor, by their names in /proc/cpuinfo, such as ``avx2``; on Arm ``bf16``."""
-    info = _told(_cpuinfo())
+    info = _fields(_cpuinfo())
     return frozenset((info.get("flags") or info.get("features") or "").split())
 
 
@@ -31,15 +31,15 @@ def name_in(cpuinfo: str) -> str:
     Virtual machines may hide the model of theirs: "AMD EPYC" is every generation of it, of which one multiplies bf16
     twice as fast as another. Such a name gets family and model, which tell generations apart.
     """
-    info = _told(cpuinfo)
+    info = _fields(cpuinfo)
     name = info.get("model name") or info.get("hardware", "")
     family, model = info.get("cpu family"), info.get("model")
     hidden = name and not any(c.isdigit() for c in name) and family and model
     return f"{name} (family {family}, model {model})" if hidden else name
 
 
-def _told(cpuinfo: str) -> dict[str, str]:
-    """What is said of the first processor, by lower-case names."""
+def _fields(cpuinfo: str) -> dict[str, str]:
+    """Return the fields of the first processor by lower-case names."""
     lines = [line.partition(":") for line in reversed(cpuinfo.splitlines())]  # the first one is put in last
     return {name.strip().lower(): " ".join(value.split()) for name, _, value in lines}
 

@@ -39,7 +39,7 @@ class Turns:
         self.calls = self.steps = self.skipped = 0
         self.settle = self.left = 0
         self.marks: list[Any] = []
-        self.start = self.told = 0.0
+        self.start = self.reported = 0.0
         self.first: Any = None
         self.autocast: set[str] = set()
         self.devices: list[int] = []  # GPUs
@@ -67,7 +67,7 @@ class Turns:
             if not self.left:
                 self._report()
                 self._obey()
-        if time.perf_counter() - self.told > ALIVE_SECONDS:
+        if time.perf_counter() - self.reported > ALIVE_SECONDS:
             self._say({})
 
     def _mark(self) -> Any:
@@ -122,7 +122,7 @@ class Turns:
             if request["command"] == "window":
                 break
             self._say(getattr(self, request["command"])())
-        self.settle, self.left, self.told = request["settle"], request["steps"], time.perf_counter()
+        self.settle, self.left, self.reported = request["settle"], request["steps"], time.perf_counter()
         if not self.settle:
             self._begin()
 
@@ -202,7 +202,7 @@ class Turns:
         }
 
     def _say(self, said: dict[str, Any]) -> None:
-        self.told = time.perf_counter()
+        self.reported = time.perf_counter()
         try:
             self.link.send_bytes(json.dumps(said).encode())
         except OSError:

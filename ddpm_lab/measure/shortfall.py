@@ -19,16 +19,16 @@ from ddpm_lab.measure.held import Held, Members
 from ddpm_lab.plan import LEAST_SETS, RESOLUTION, USUAL_TURNS, Experiment, Family, Plan, Trial
 from ddpm_lab.record import TWIN, RunRecord, crowded, turn_log_ratios
 
-PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until the first has shown better
-TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until something like it has shown better
-TRIES = 2  # A failure that may pass is met so often before a run leaves it to the next run
+PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until one has been measured
+TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until a similar one has been measured
+TRIES = 2  # number of attempts in a run at something whose failure may be temporary
 
-WITHIN, BETWEEN = 0.10, 0.03  # assumed: what windows of 0.2 s show on a machine that others share
-PRIOR_SETS = 10  # for so many sets the values that are assumed count beside those that are measured
-RECENT_RECORDS = 100  # windows of so many records of a machine say how much it scatters
-VARIANCE_OF_CANDIDATE, VARIANCE_OF_TWIN = 1.5, 2.0  # of comparisons with both baselines, and of these two, in a group's
-LEAST_TURNS, MOST_TURNS = 4, 60  # fewer are not balanced, more last too long to be repeated
-WISHED_SETS = 6  # A set has no more turns than leave time for so many sets: of fewer a confidence interval is wide
+WITHIN, BETWEEN = 0.10, 0.03  # prior scatter within and between sets: windows of 0.2 s on a shared machine
+PRIOR_SETS = 10  # weight of the prior scatter, in sets
+RECENT_RECORDS = 100  # number of records of a machine that its scatter is estimated from
+VARIANCE_OF_CANDIDATE, VARIANCE_OF_TWIN = 1.5, 2.0  # of log ratios to both baselines and between these; a group's is 1
+LEAST_TURNS, MOST_TURNS = 4, 60  # fewer are not balanced, more take too long to repeat
+WISHED_SETS = 6  # turns are limited so that time remains for this many sets, since fewer give wide intervals
 
 Row = tuple[str, RunConfig]  # A candidate of a family and its label
 

@@ -36,15 +36,15 @@ from ddpm_lab.training.stopping import without_sigterm
 
 SETTINGS = ("precision", "channels_last", "kernels", "freed_memory")
 ALIKE = ("network", "global_batch_size", "image_size", "device", "world_size", "compile", "accumulation")
-"""Settings in which a training has to be like the one that a search was made for."""
+"""Settings that must be equal to those of a search for its result to apply."""
 PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
-"""A step as torch does it where nothing is said."""
-SECONDS, PLAIN_STEPS = 20.0, 3  # how long a probe takes at most: seconds, or so many plain steps where they take longer
-WORTH, LEAST_IMAGES = 3, 2_000  # a training shorter than so many probes, or of fewer images, goes without one
+"""Torch's default settings."""
+SECONDS, PLAIN_STEPS = 20.0, 3  # maximum duration of a probe: seconds, or plain steps if these take longer
+WORTH, LEAST_IMAGES = 3, 2_000  # no probe for trainings shorter than this many probes, or of fewer images
 TURN_SECONDS = 0.2
-HOPELESS = 2.0  # how many times as long one step takes that needs no second
-STARTING_SECONDS = 1.0  # what a first step may take longer than the others
-SILENCE_SECONDS = 600.0  # that a part of a step may take
+HOPELESS = 2.0  # a candidate whose first step takes this many times as long gets no second one
+STARTING_SECONDS = 1.0  # additional time allowed for a first step
+SILENCE_SECONDS = 600.0  # maximum duration of any part of a step
 FILE = Path("trace_output", "probe.json")
 Say = Callable[[str], None]
 
