@@ -5,7 +5,7 @@ code: that is tested against it, and its speed is compared with it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ddpm_lab.diffusion.blocks import UNetConfig
 from ddpm_lab.diffusion.unet import UNet
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ChannelNorm(nn.Module):
@@ -49,45 +51,35 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """x + attention of its norm, over queries, keys and values (N, heads, d, L), L = H * W."""
+    """x + attention of its norm: ``attend`` takes queries, keys and values (N, heads, d, L), L = H * W."""
 
-    def __init__(self, width: int, *, heads: int, head_width: int) -> None:
+    def __init__(self, width: int, *, attend: Attend, normed: bool, heads: int, head_width: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.attend = heads, attend
         self.norm = ChannelNorm(width)
         self.qkv = nn.Conv2d(width, 3 * heads * head_width, 1, bias=False)
-        self.out: nn.Module = nn.Conv2d(heads * head_width, width, 1)
+        self.out = nn.Sequential(nn.Conv2d(heads * head_width, width, 1))
+        if normed:
+            self.out.append(ChannelNorm(width))
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, height, width = x.shape
         qkv = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
         return x + cast(Tensor, self.out(self.attend(*qkv).reshape(n, -1, height, width)))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return linear attention: queries normalised over channels, keys over positions."""
+    q, k = q.softmax(dim=-2) * q.shape[-2] ** -0.5, k.softmax(dim=-1)
+    return torch.einsum("bhde,bhdn->bhen", torch.einsum("bhdn,bhen->bhde", k, v), q)
 
 
-class Linear(Attention):
-    """Linear attention: queries normalised over channels, keys over positions; the result is normalised too."""
-
-    def __init__(self, width: int, *, heads: int, head_width: int) -> None:
-        super().__init__(width, heads=heads, head_width=head_width)
-        self.out = nn.Sequential(self.out, ChannelNorm(width))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = q.softmax(dim=-2) * q.shape[-2] ** -0.5, k.softmax(dim=-1)
-        return torch.einsum("bhde,bhdn->bhen", torch.einsum("bhdn,bhen->bhde", k, v), q)
-
-
-class Full(Attention):
-    """Full attention, with logits of 16 times the product of queries and keys normalised over the axis ``over``."""
-
-    over = -2
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = F.normalize(q, dim=self.over), F.normalize(k, dim=self.over)
-        attention = (torch.einsum("bhdi,bhdj->bhij", q, k) * 16).softmax(dim=-1)
-        return torch.einsum("bhij,bhdj->bhid", attention, v).transpose(-1, -2)
+def full_attention(q: Tensor, k: Tensor, v: Tensor, *, axis: str) -> Tensor:
+    """Return full attention; logits are 16 times the product of queries and keys normalised over ``axis``."""
+    over = -2 if axis == "channels" else -1
+    q, k = F.normalize(q, dim=over), F.normalize(k, dim=over)
+    attention = (torch.einsum("bhdi,bhdj->bhij", q, k) * 16).softmax(dim=-1)
+    return torch.einsum("bhij,bhdj->bhid", attention, v).transpose(-1, -2)
 
 
 class ReferenceUNet(nn.Module):
@@ -104,22 +96,23 @@ class ReferenceUNet(nn.Module):
         pairs = list(pairwise(widths))
 
         residual = partial(Residual, time_width=time_width, groups=groups)
-        heads = {"heads": config.heads, "head_width": config.head_width}
+        attention = partial(Attention, heads=config.heads, head_width=config.head_width)
+        linear = partial(attention, attend=linear_attention, normed=True)
         self.downs = nn.ModuleList()
         for level, (d, e) in enumerate(pairs):
             last = level == len(pairs) - 1
             onwards = nn.Conv2d(d, e, 3, padding=1) if last else nn.Conv2d(d, e, 4, stride=2, padding=1)
-            self.downs.append(nn.ModuleList([residual(d, d), residual(d, d), Linear(d, **heads), onwards]))
+            self.downs.append(nn.ModuleList([residual(d, d), residual(d, d), linear(d), onwards]))
         bottom = widths[-1]
         self.middle1 = residual(bottom, bottom)
-        self.middle_attention = Full(bottom, **heads)
-        self.middle_attention.over = -2 if config.middle_attention_axis == "channels" else -1
+        full = partial(full_attention, axis=config.middle_attention_axis)
+        self.middle_attention = attention(bottom, attend=full, normed=False)
         self.middle2 = residual(bottom, bottom)
         self.ups = nn.ModuleList()
         for level, (d, e) in reversed(list(enumerate(pairs))):
             conv = nn.Conv2d(e, d, 3, padding=1)
             onwards_up = conv if level == 0 else nn.Sequential(nn.Upsample(scale_factor=2), conv)
-            self.ups.append(nn.ModuleList([residual(e + d, e), residual(e + d, e), Linear(e, **heads), onwards_up]))
+            self.ups.append(nn.ModuleList([residual(e + d, e), residual(e + d, e), linear(e), onwards_up]))
         self.last = residual(2 * width, width)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
