@@ -114,7 +114,8 @@ def _published(name: str, output: Path, network: str | None, usual: str) -> Stud
     """
     files, here = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl")), hardware.machine().key
     about = f'"experiment":"{name}"'
-    others = [(r, file) for file in files for r in Ledger(file).read(about)[0] if r.role != TRIAL]
+    found = ((r, file) for file in files for r in Ledger(file).read(about)[0])
+    others = [(r, file) for r, file in found if r.experiment == name and r.role != TRIAL]
     for of, of_published in ((network, network or usual), (None, usual), (None, None)):
         if (mine := measured_here(name, output, network=of)).records:
             return mine
