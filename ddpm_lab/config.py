@@ -49,6 +49,8 @@ OWN_CHOICES: dict[str, Any] = {
 }
 """Allowed values for the user's own training, of settings for which the lab's own trainer allows more."""
 TRAINING = "ddpm_lab.training.training:training"
+PEERS = "ddpm_lab.training.peers:"
+"""Beginning of the workloads that are other people's trainers."""
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
 COMMAND = "ddpm_lab.measure.command:command"
 """The workload of a command line, which is in the option ``command``; this is not the name of a function. The option
@@ -265,8 +267,9 @@ class RunConfig:
 
     @property
     def own_options(self) -> tuple[tuple[str, Any], ...]:
-        """The options that identify the user's own training; empty for the lab's own trainer."""
-        return tuple((k, v) for k, v in self.options if k not in TRIAL_OPTIONS) if self.is_own else ()
+        """The options that identify the user's own training, or another trainer; empty for the lab's own."""
+        others = self.is_own or self.workload.startswith(PEERS)
+        return tuple((k, v) for k, v in self.options if k not in TRIAL_OPTIONS) if others else ()
 
     @property
     def sources(self) -> tuple[str, ...]:

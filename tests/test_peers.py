@@ -14,6 +14,7 @@ from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.training import peers
+from ddpm_lab.training.training import held_out_loss
 from ddpm_lab.workload import RankContext
 
 Make = Callable[[RunConfig, RankContext], peers.Peer]
@@ -101,3 +102,29 @@ def test_on_a_gpu(config: RunConfig, make: Make, module: str) -> None:
     peer = made(make, module, label)
     assert all(0 < loss < 3 for loss in advance(peer, 3))
     assert mismatches(label, [seen(peer, device="cuda:0")]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_its_average_is_judged_on_held_out_images(config: RunConfig, make: Make, module: str) -> None:
+    """Before a step the average is the network itself; looks change nothing of what is learned, and see it learn."""
+    label = dataclasses.replace(config, optimizer=OptimizerConfig(ema_every=1, learning_rate=2e-3))
+    peer = made(make, module, label)
+    first = peer.held_out_loss(draws=8)
+    assert first == pytest.approx(held_out_loss(peer, lambda x, t: trained(peer, x, t), 8), rel=1e-5)
+    losses = advance(peer, 10)
+    last = peer.held_out_loss(draws=8)
+    assert [look["step"] for look in (first, last)] == [0, 10]
+    assert last["loss"] < 0.9 * first["loss"]
+    # ema_pytorch copies the weights for its first 100 updates.
+    is_copy = last == pytest.approx(held_out_loss(peer, lambda x, t: trained(peer, x, t), 8), rel=1e-5)
+    assert is_copy == (module == "denoising_diffusion_pytorch")
+    losses += advance(peer, 2)
+    assert losses == advance(made(make, module, label), 12)
+
+
+def trained(peer: peers.Peer, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    model: Any = peer.theirs.model
+    found: torch.Tensor = model.model(x, t) if hasattr(model, "model") else model(x, t, return_dict=False)[0]
+    return found

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import DDPM, TRAINING, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion, in_lab
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
@@ -145,7 +145,7 @@ class Slot:
                     shutil.rmtree(other, ignore_errors=True)  # which follows no link
         work = self.config
         if work.purpose == "quality":  # all seeds of a trial share the cache of the timed runs
-            trained = work.workload if work.is_own else DDPM
+            trained = DDPM if work.workload == TRAINING else work.workload
             work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
         folder = version / f"{machine().key}-{work.run_id}"  # several machines may share a checkout
         self._filled = folder / "filled"

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import findings, phrases, stats
+from ddpm_lab.explain import findings, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
-from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.charts import Figure, Line, Plot, lines
+from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, about, common_notes, compared
 from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import FORMATS, LEVERS, OURS, TUNED, Experiment, Family, Plan, Question
+from ddpm_lab.questions.quality import trials_of
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, torchs_precision, usual_settings
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
@@ -154,7 +160,7 @@ def answer(study: Study) -> Answer:
     levers = speeds(put_back, replace(found, headline=title), rows=rows)
     worth = f"{title.replace('here', 'on this machine')}: below 1 the trainer's default is faster."
     drawn = levers.figure if any(r.sets for r in rows) else None
-    views = (View(worth, "levers", drawn, lambda: speed_table(rows)),)
+    views = (*_time_to_loss(study), View(worth, "levers", drawn, lambda: speed_table(rows)))
     return replace(speeds(rivals, found, rows=others or None, views=views), study=study, table=lambda: table(study))
 
 
@@ -193,6 +199,95 @@ def _turned(row: Comparison) -> Comparison:
     logs, verdict = tuple((s, -v) for s, v in row.logs), verdicts.get(row.verdict, row.verdict)
     ratio, noise = row.ratio.inverse, row.noise.inverse
     return replace(row, baseline_label="the other", ratio=ratio, noise=noise, logs=logs, verdict=verdict)
+
+
+class _Trained(NamedTuple):
+    """A trainer that was trained: its row, its runs by seed, and its seconds for an image."""
+
+    row: Comparison
+    runs: dict[int, RunRecord]
+    seconds: float
+
+
+def _time_to_loss(study: Study) -> tuple[View, ...]:
+    """How long trainers take to the held-out loss that all of their runs reached: figure and table, if any were run."""
+    for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
+        trained = _trained(rows)
+        if len(trained) > 1:
+            least = max(float(quality.curve(run)[1][-1]) for one in trained for run in one.runs.values())
+            caption = f"Time to the held-out loss {least:.4f}, which all runs reached"
+            drawn = partial(_by_time, trained, least, phrases.context(study))
+            return (View(caption, "time_to_loss", drawn, partial(_times_table, trained, least)),)
+    return ()
+
+
+def _trained(rows: Sequence[Comparison]) -> list[_Trained]:
+    """Those of a family that have runs and a speed, the baseline's first; all with the same seeds."""
+    base, found = rows[0], list[_Trained]()
+    for row in (r for r in rows if r.role in ("baseline", "candidate") and r.sets):
+        runs = {r.config.seed: r for r in trials_of(rows, row) if r.status == "ok"}
+        found += [_Trained(row, runs, 1 / (base.images_per_second * row.ratio.value))] if runs else []
+    seeds = set.intersection(*(set(one.runs) for one in found)) if found else set()
+    return [one._replace(runs={seed: one.runs[seed] for seed in sorted(seeds)}) for one in found] if seeds else []
+
+
+def images_to(record: RunRecord, loss: float) -> float:
+    """Images after which a run first had a held-out ``loss`` that it reaches, between two looks by a straight line."""
+    images, losses = quality.curve(record)
+    last = int((losses <= loss).argmax())
+    near = slice(max(0, last - 1), last + 1)
+    return float(np.interp(-loss, -losses[near], images[near]))
+
+
+def _times_table(trained: Sequence[_Trained], loss: float) -> Table:
+    """The time of each trainer to ``loss``, over that of this one.
+
+    Its interval is of a product: the time for an image over sets, by the images over seeds. The ends of both 95 %
+    intervals are multiplied, which makes it wider than it need be.
+    """
+    needed = [np.array([images_to(r, loss) for r in one.runs.values()]) for one in trained]
+    table = list[dict[str, str]]()
+    for one, images in zip(trained, needed, strict=True):
+        mean, lead = float(np.exp(np.log(images).mean())), one.row.role == "baseline"
+        of_images, of_time = stats.estimate(np.log(images / needed[0])), one.row.ratio.inverse
+        ends = {end: getattr(of_images, end) * getattr(of_time, end) for end in ("value", "low", "high")}
+        table.append(
+            {
+                "Configuration": one.row.label,
+                "Network": f"{rank_zero(one.runs[min(one.runs)])['parameters'] / 1e6:.2f} M",
+                "Held-out loss at the end": f"{np.mean([quality.final_loss(r) for r in one.runs.values()]):.4f}",
+                f"Images to {loss:.4f}": f"{mean:,.0f}",
+                "Time to it": phrases.seconds(mean * one.seconds),
+                "Of this trainer's time": phrases.DASH if lead else phrases.times(stats.Interval(**ends)),
+                "Seeds": str(len(images)),
+            }
+        )
+    return table
+
+
+def _by_time(trained: Sequence[_Trained], loss: float, context: str) -> Figure:
+    """Held-out loss of each trainer over its time: images by the seconds that an image takes in the sets."""
+    drawn = list[Line]()
+    for one in trained:
+        curves = [quality.curve(r) for r in one.runs.values()]
+        losses = np.array([np.interp(curves[0][0], *curve) for curve in curves])
+        how = {"low": losses.min(0), "high": losses.max(0), "look": "-", "shade": True}
+        drawn.append(Line(name=one.row.label, x=curves[0][0] * one.seconds / 60, y=losses.mean(0), **how))
+    plot = Plot(
+        lines=drawn,
+        x_label="minutes of training",
+        y_label="held-out loss of the averaged weights",
+        log_y=True,
+        from_zero=False,
+        level=loss,
+        height=3.6,
+    )
+    note = (
+        "Mean over seeds; shade: lowest and highest seed. Time: images trained on, by the seconds for an image of the "
+        "sets. Each trainer has its own network of about this size; the noise and the images of the loss are the same. "
+        "Dashed: the loss that all runs reached."
+    )
+    return lines([plot], title="Held-out loss over time", context=context, note=note)
 
 
 def _is_rival(family: str) -> bool:

@@ -25,7 +25,7 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, command_of, compared, judging, unsound, untrained
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import Table
-from ddpm_lab.plan import LOST, Experiment, Family, Fid, Question, Trial
+from ddpm_lab.plan import LOST, TUNED, Experiment, Family, Fid, Question, Trial
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
@@ -150,20 +150,18 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
         if _rows(f):
             more = _trials(f, setup, count, images)
             found, checks = [*found, *more[0]], [*checks, *more[1]]
-    others = [config for f in experiment.families for _, config in f.candidates]
-    if seeds and others and not any(map(_trains, others)):
-        raise ConfigError(
-            f"seeds is {seeds!r}, and only other trainers are asked for, which are not trained here: leave it out, or "
-            "add the parts levers or exchange"
-        )
+    if seeds and any(f.candidates for f in experiment.families) and not any(map(_rows, experiment.families)):
+        raise ConfigError(f"seeds is {seeds!r}, and nothing that is asked for is trained here: leave it out")
     once, checked = ({t.config.run_id: t for t in trials}.values() for trials in (found, checks))
     return replace(experiment, trials=tuple(once), checks=tuple(checked))
 
 
 def _rows(family: Family) -> list[tuple[str, RunConfig]]:
-    """The candidates that are this trainer, where the baseline is; none of families whose quality nobody asks for."""
+    """The candidates that are trained: this trainer's, and tuned others; none where nobody asks for quality."""
     apart = family.mechanism or family.name.endswith(LOST)
-    return [] if apart or not _trains(family.baseline) else [row for row in family.candidates if _trains(row[1])]
+    if apart or not _trains(family.baseline):
+        return []
+    return [(label, config) for label, config in family.candidates if _trains(config) or label.endswith(TUNED)]
 
 
 def _learned(config: RunConfig) -> RunConfig:
@@ -192,7 +190,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tup
     if loaders := tuple(row for row in rows if _learned(row[1]) == same):
         found += identity_trials(replace(family, candidates=loaders))
     usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
-    tried = [(label, config) for label, each in learners if replace(config := _tried(each), **usual) != base]
+    ours = [(label, _tried(config)) for label, config in learners if config.workload == DDPM]
+    tried = [(label, config) for label, config in ours if replace(config, **usual) != base]
     checks = [(label, replace(config, purpose="check", workload=CHECK)) for label, config in tried]
     return found, [Trial(family=family.name, label=name, baseline=family.baseline, config=c) for name, c in checks]
 
@@ -216,7 +215,7 @@ def _tried(config: RunConfig) -> RunConfig:
 def trial(family: Family, label: str, timed: RunConfig, seed: int, *, images: int, draws: int) -> Trial:
     """One run of a configuration on so many images; without ``draws`` only its final weights are looked at."""
     config = _tried(timed) if draws else timed  # whose loader is what is looked at
-    workload = TRAINING if draws and not config.is_own else config.workload
+    workload = TRAINING if draws and config.workload == DDPM else config.workload
     options = (*config.own_options, ("images", images), ("draws", draws))
     tried = replace(config, purpose="quality", workload=workload, seed=seed, options=options)
     return Trial(family=family.name, label=label, baseline=family.baseline, config=tried, timed=timed)

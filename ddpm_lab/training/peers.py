@@ -21,6 +21,7 @@ from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import Feed, Step, autocast, placed
 from ddpm_lab.diffusion.unet import NETWORKS, count_flops
 from ddpm_lab.plan import FLASH_ATTENTION
+from ddpm_lab.training.training import held_out_loss
 from ddpm_lab.workload import RankContext, Unsupported
 
 INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
@@ -32,13 +33,15 @@ class Theirs(NamedTuple):
     """What is a project's own in a step.
 
     ``unet`` makes the network of ``model`` once more, for counting; ``loss(model, images)`` takes images in [-1, 1];
-    ``average`` moves the average of the weights after every step; ``seen`` reads back settings of the project's own.
+    ``average`` moves the average of the weights after every step, and ``averaged`` makes a network of it, in fp32;
+    ``seen`` reads back settings of the project's own.
     """
 
     model: nn.Module
     unet: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     average: Callable[[], object]
+    averaged: Callable[[], Callable[[Tensor, Tensor], Tensor]]
     seen: Callable[[], dict[str, Any]]
 
 
@@ -66,7 +69,13 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
         flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
         return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    return Peer(config, context, Theirs(diffusion, unet, lambda model, images: model(images), average.update, seen))
+    def averaged() -> Any:
+        network = unet().to(context.device)
+        network.load_state_dict(average.ema_model.model.state_dict())
+        return network
+
+    loss: Any = lambda model, images: model(images)  # noqa: E731
+    return Peer(config, context, Theirs(diffusion, unet, loss, average.update, averaged, seen))
 
 
 def diffusers(config: RunConfig, context: RankContext) -> "Peer":
@@ -106,8 +115,13 @@ def diffusers(config: RunConfig, context: RankContext) -> "Peer":
         noisy = scheduler.add_noise(images, noise, t)
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
+    def averaged() -> Callable[[Tensor, Tensor], Tensor]:
+        judged = unet().to(context.device)
+        average.copy_to(judged.parameters())
+        return lambda x, t: judged(x, t, return_dict=False)[0]
+
     ema = {True: "foreach", False: "loop"}
-    return Peer(config, context, Theirs(network, unet, loss, update, lambda: {"ema": ema[average.foreach]}))
+    return Peer(config, context, Theirs(network, unet, loss, update, averaged, lambda: {"ema": ema[average.foreach]}))
 
 
 def _modules(name: str, config: RunConfig, networks: tuple[str, ...], *modules: str) -> list[Any]:
@@ -147,6 +161,12 @@ class Peer(Step):
     def update(self) -> None:
         self.context.mark("ema")
         self.theirs.average()
+
+    def held_out_loss(self, *, draws: int) -> dict[str, Any]:
+        """Loss of the project's own average of the weights, by the lab's schedule, images and noise."""
+        with torch.random.fork_rng(devices=()):  # a new network draws its first weights; training goes on as without
+            network = self.theirs.averaged()
+        return held_out_loss(self, network, draws)
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""

@@ -20,6 +20,7 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.reference import restore
 from ddpm_lab.diffusion.sampling import SAMPLERS, Step, ddim_steps, denoise, image_grid
+from ddpm_lab.diffusion.step import Step as Optimized
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, CheckpointError, Tensors, empty_network, read, write
 from ddpm_lab.training.train import PLAIN, Trainer
@@ -62,6 +63,43 @@ def write_grid(paths: Sequence[Path], path: Path) -> None:
     """Tile image files of one size into one PNG."""
     pixels = torch.from_numpy(np.stack([np.asarray(Image.open(image).convert("RGB")) for image in paths]))
     write_png(path, pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1))
+
+
+@torch.no_grad()
+def held_out_loss(step: Optimized, network: Callable[[Tensor, Tensor], Tensor], draws: int) -> dict[str, Any]:
+    """Loss of ``network`` on held-out images, which holds the averaged weights of ``step`` in fp32.
+
+    The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are stratified;
+    images take turns in a fixed random order. Timesteps, noise and images are functions of the data and ``draws``
+    alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
+    """
+    packed, device = step.data.packed, step.device
+    diffusion = Diffusion(step.config.diffusion).to(device)
+    allow_tf32(False)
+    generator = torch.Generator().manual_seed(_SEED)
+    order = torch.randperm(len(packed.held_out_indices), generator=generator)
+    within = torch.rand(draws, generator=generator, dtype=torch.float64)
+    t = ((torch.arange(draws, dtype=torch.float64) + within) / draws * diffusion.timesteps).long()
+    t = t.clamp_(max=diffusion.timesteps - 1)
+    losses: list[Tensor] = []
+    for start in range(0, draws, _AT_ONCE):
+        part = torch.arange(start, min(start + _AT_ONCE, draws))
+        pixels = packed.images[packed.held_out_indices[order[part % len(order)].numpy()]]
+        x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device, torch.float32).div_(127.5).sub_(1)
+        noise, times = torch.randn(x0.shape, generator=generator).to(device), t[part].to(device)
+        for first in range(0, len(part), at_once := _at_once(step.config)):
+            step.context.mark("held-out loss")
+            few = slice(first, first + at_once)
+            prediction = network(diffusion.q_sample(x0[few], times[few], noise[few]), times[few])
+            losses.append(diffusion.prediction_loss(prediction, x0[few], times[few], noise[few]).double().cpu())
+    allow_tf32(step.config.precision == "tf32")
+    return {"step": step.steps, "loss": float(torch.cat(losses).mean())}
+
+
+def _at_once(config: RunConfig) -> int:
+    """Images that are evaluated at once: they fit into memory where those of a step do, or are small."""
+    step, small = config.rank_batch_size // config.accumulation, _AT_ONCE * 32**2
+    return min(_AT_ONCE, max(1, step, small // config.image_size**2))
 
 
 class Training(Trainer):
@@ -128,39 +166,9 @@ class Training(Trainer):
         images = self._drawn(self.ema, eager, range(count), min(steps, self.diffusion.timesteps))
         return _failure(path, lambda: write_png(Path(path), images))
 
-    @torch.no_grad()
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
-        """Loss of the averaged weights on held-out images; None but on rank 0.
-
-        The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are
-        stratified; images take turns in a fixed random order. Timesteps, noise and images are functions of the data and
-        ``draws`` alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
-        """
-        if self.context.rank:
-            return None
-        packed, diffusion = self.data.packed, self.diffusion
-        images = len(packed.held_out_indices)
-        network, _ = self._plain()
-        allow_tf32(False)
-        generator = torch.Generator().manual_seed(_SEED)
-        order = torch.randperm(images, generator=generator)
-        within = torch.rand(draws, generator=generator, dtype=torch.float64)
-        t = ((torch.arange(draws, dtype=torch.float64) + within) / draws * diffusion.timesteps).long()
-        t = t.clamp_(max=diffusion.timesteps - 1)
-        losses: list[Tensor] = []
-        for start in range(0, draws, _AT_ONCE):
-            part = torch.arange(start, min(start + _AT_ONCE, draws))
-            pixels = packed.images[packed.held_out_indices[order[part % images].numpy()]]
-            x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.device, torch.float32).div_(127.5).sub_(1)
-            noise, times = torch.randn(x0.shape, generator=generator).to(self.device), t[part].to(self.device)
-            for first in range(0, len(part), self._at_once):
-                self.context.mark("held-out loss")
-                few = slice(first, first + self._at_once)
-                prediction = network(diffusion.q_sample(x0[few], times[few], noise[few]), times[few])
-                found = diffusion.prediction_loss(prediction, x0[few], times[few], noise[few])
-                losses.append(found.double().cpu())
-        allow_tf32(self.config.precision == "tf32")
-        return {"step": self.steps, "loss": float(torch.cat(losses).mean())}
+        """As the function of this name; None but on rank 0."""
+        return None if self.context.rank else held_out_loss(self, self._plain()[0], draws)
 
     def draw_pixels(self, *, path: str, count: int, steps: int) -> None:
         """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
@@ -180,16 +188,11 @@ class Training(Trainer):
     def _drawn(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
         """Images (N, 3, S, S) of these numbers by DDIM."""
         evaluate, taken = Inference(network, config, self.device), ddim_steps(self.diffusion, steps)
-        parts = [numbers[i : i + self._at_once] for i in range(0, len(numbers), self._at_once)]
+        count = _at_once(self.config)
+        parts = [numbers[i : i + count] for i in range(0, len(numbers), count)]
         images = torch.cat([generate(evaluate, taken, part, self.context.mark).cpu() for part in parts])
         allow_tf32(self.config.precision == "tf32")
         return images
-
-    @property
-    def _at_once(self) -> int:
-        """Images that are evaluated at once: they fit into memory where those of a step do, or are small."""
-        step, small = self.config.rank_batch_size // self.config.accumulation, _AT_ONCE * 32**2
-        return min(_AT_ONCE, max(1, step, small // self.config.image_size**2))
 
 
 def _failure(path: str, do: Callable[[], None]) -> str | None:
