@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ class Machine:
         self.seconds = seconds
         self.now, self.steps, self.alive, self.most = 0.0, Counter[str](), 0, 0
         self.dies: tuple[str, int] = ("", 0)
+        self.crowded_from = math.inf
 
     @contextlib.contextmanager
     def __call__(self, config: RunConfig, *, starting: object, **_: Any) -> Iterator[SimpleNamespace]:
@@ -52,6 +54,7 @@ class Machine:
                 raise GroupFailed("crashed", "killed by SIGKILL")
             # A neighbour comes and goes: now and then everything takes half as long again.
             seconds = self.seconds[name] * steps * (1.5 if int(self.now) % 7 == 0 else 1.0)
+            seconds *= 20 if self.now >= self.crowded_from else 1
             self.now += seconds
             return [{"seconds": seconds}]
 
@@ -112,6 +115,12 @@ def test_the_fastest_is_found_within_the_time(tmp_path: Path, play: Play, second
     assert machine.alive == 0
     assert machine.most <= 2  # the memory of two at once, and no more
     assert machine.now <= probe.SECONDS + 1.5 * max(seconds.values()) + 2 * 1.5 * seconds["plain"]
+
+
+def test_who_starts_as_a_neighbour_comes_is_not_out(tmp_path: Path, play: Play) -> None:
+    machine = play(bf=0.2, plain=0.5, ff=0.4, ba=0.3, fa=0.45)
+    machine.crowded_from = 1.0  # from the second group on
+    assert fastest(tmp_path)[0] == USUAL
 
 
 def test_a_second_start_tries_nothing_until_something_is_different(tmp_path: Path, play: Play) -> None:

@@ -8,10 +8,10 @@ import records as make
 from cells import column
 from setups import setup
 
-from ddpm_lab.config import CHECK, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, PEERS, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.plan import NOT_TRAINED, Experiment, Trial
+from ddpm_lab.plan import NOT_TRAINED, TUNED, Experiment, Trial
 from ddpm_lab.questions import quality as learned
 from ddpm_lab.questions.ask import answer, ask, questions, trained
 from ddpm_lab.training.setting import Setup
@@ -54,11 +54,12 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
         assert t.timed is not None
         assert (t.family, t.timed.run_id) in timed
         assert t.config.exchange.enabled, "ranks that exchange nothing do not train"
-        assert t.config.implementation == "lab", "another trainer"
+        ours = t.config.implementation == "lab" and not t.config.workload.startswith(PEERS)
+        assert ours or t.label.endswith(TUNED), "others as they come"
         if name == "batch_size":
             assert t.config.option("images", 0) % t.config.global_batch_size == 0, "equal images, or none compare"
         allowed = {"purpose", "seed", "options"}
-        allowed |= {"workload", "loader", "loader_workers"} if t.config.workload == TRAINING else set()
+        allowed |= set() if t.config.is_own else {"workload", "loader", "loader_workers"}
         assert set(t.config.differences(t.timed)) <= allowed
 
 

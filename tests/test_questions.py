@@ -103,7 +103,6 @@ ONE_CELL: dict[str, list[Any]] = {
         ("amp", {"images": 400}, ["images", "400", "seeds"]),
         ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, ["images", "16", "64"]),
         ("workers", {"seeds": 8}, ["seeds", "8", "workers", "amp"]),
-        ("peers", {"seeds": 8, "network": "seed"}, ["seeds", "8", "levers"]),
     ],
 )
 def test_wrong_values_are_refused_in_a_sentence(name: str, grid: dict[str, Any], words: list[str]) -> None:

@@ -115,7 +115,7 @@ def test_a_look_takes_no_more_memory_than_a_step_and_gives_signs_of_life(
     advance(trainer, 4)
     whole, drawn = trainer.held_out_loss(draws=100), drawn_by(trainer, tmp_path, 4, 3)
     assert whole is not None
-    monkeypatch.setattr(Training, "_at_once", 3)
+    monkeypatch.setattr("ddpm_lab.training.training._at_once", lambda _: 3)
     trainer.context = dataclasses.replace(trainer.context, mark=marks.append)
     assert trainer.held_out_loss(draws=100) == {**whole, "loss": pytest.approx(whole["loss"])}
     assert len(marks) == 22 + 12, "of 64 and of 36 draws"

@@ -254,7 +254,6 @@ def _times_table(trained: Sequence[_Trained], loss: float) -> Table:
         table.append(
             {
                 "Configuration": one.row.label,
-                "Network": f"{rank_zero(one.runs[min(one.runs)])['parameters'] / 1e6:.2f} M",
                 "Held-out loss at the end": f"{np.mean([quality.final_loss(r) for r in one.runs.values()]):.4f}",
                 f"Images to {loss:.4f}": f"{mean:,.0f}",
                 "Time to it": phrases.seconds(mean * one.seconds),
@@ -283,7 +282,7 @@ def _by_time(trained: Sequence[_Trained], loss: float, context: str) -> Figure:
         height=3.6,
     )
     note = (
-        "Mean over seeds; shade: lowest and highest seed. Time: images trained on, by the seconds for an image of the "
+        "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
         "sets. Each trainer has its own network of about this size; the noise and the images of the loss are the same. "
         "Dashed: the loss that all runs reached."
     )

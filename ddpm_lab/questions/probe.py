@@ -42,7 +42,7 @@ PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels":
 SECONDS, PLAIN_STEPS = 20.0, 3  # maximum duration of a probe: seconds, or plain steps if these take longer
 WORTH, LEAST_IMAGES = 3, 2_000  # no probe for trainings shorter than this many probes, or of fewer images
 TURN_SECONDS = 0.2
-HOPELESS = 2.0  # a candidate whose first step takes this many times as long gets no second one
+HOPELESS = 2.0  # a candidate whose first step takes this many times as long as one after it gets no second one
 STARTING_SECONDS = 1.0  # additional time allowed for a first step
 SILENCE_SECONDS = 600.0  # maximum duration of any part of a step
 FILE = Path("trace_output", "probe.json")
@@ -206,9 +206,7 @@ class _Contest:
 
     def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float | None:
         """How many times as long the other takes, by turns until its time is up; None if the best fails."""
-        if first > HOPELESS * step + STARTING_SECONDS:
-            return first / step
-        count = max(1, round(TURN_SECONDS / step))
+        count, hopeless = max(1, round(TURN_SECONDS / step)), first > HOPELESS * step + STARTING_SECONDS
         ends = self.used + max(0.0, self.seconds - self.used) / waiting
         mine, theirs = list[float](), list[float]()
         while not mine or self.used < ends:
@@ -216,6 +214,8 @@ class _Contest:
                 mine.append(self._step(best, count))
             except GroupFailed:
                 return None
+            if hopeless and first > HOPELESS * mine[0] + STARTING_SECONDS:  # which a busy neighbour slowed alike
+                return first / mine[0]
             theirs.append(self._step(other, count))
         return min(theirs) / min(mine)  # of few turns the least disturbed ones
 
