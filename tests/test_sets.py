@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +283,34 @@ def test_a_window_comes_after_what_workers_prefetched_meanwhile(
         with pytest.raises(GroupFailed):
             slot.window(turn, 0, 4)
     assert settled == settles
+
+
+@pytest.mark.parametrize(("steps", "period"), [(1, 2), (1, 4), (2, 3), (2, 6), (5, 6)])
+def test_windows_time_what_happens_at_every_nth_step_as_often_as_it_happens(
+    instrument: Instrument, monkeypatch: pytest.MonkeyPatch, steps: int, period: int
+) -> None:
+    """Whatever the number of steps from window to window: it and the warm-up are the same in all sets."""
+    unseen = nullcontext(SimpleNamespace(others_cores=None, stolen_seconds=None, state={}))
+    monkeypatch.setattr(Slot, "watched", lambda _: unseen)
+    monkeypatch.setattr(sets, "environment", make.environment)
+    timed, made = Counter[int](), 0
+
+    def window(*, settle: int, steps: int, **_: object) -> list[dict[str, Any]]:
+        nonlocal made
+        timed.update(step % period for step in range(made + settle, made + settle + steps))
+        made += settle + steps
+        ends = {"end": float(steps), "step_ends": [1.0 + step for step in range(steps)]}
+        return [{"start": 0.0, **ends, "losses": [1.0] * steps, "memory": {}, "data_seconds": 0.0}]
+
+    for _ in range(100):
+        made = 12  # in the warm-up
+        member = Member("baseline", "busy", RunConfig())
+        run = sets._Set(instrument, [member], Plan(), {"experiment": "test", "family": "busy"})
+        run.slots[0].group = cast("Any", SimpleNamespace(window=window, pids=()))
+        run.slots[0].warm_step_seconds = 0.15  # one settle step
+        run._take_turns(Slot.window, {member: steps}, 8)
+    shares = np.array([timed[phase] for phase in range(period)]) / timed.total()
+    assert shares == pytest.approx(1 / period, rel=0.2)
 
 
 def test_windows_outlast_what_loader_workers_hold_ready() -> None:

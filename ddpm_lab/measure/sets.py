@@ -32,6 +32,11 @@ CHUNK = 5
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
 STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree within this share, or after this time
 SETTLE_SECONDS = 0.1  # maximum time of untimed steps after a sleep, of which the first one refills the caches
+FIRST_EXTRA, NEXT_EXTRA = 10, 1
+"""Most further untimed steps, drawn at random, before a set's first window and before each later one.
+
+Without them something at every second, or every tenth, step could fall between the windows of all turns and sets.
+"""
 CACHE_DAYS = 30.0  # compile caches of other code versions are deleted this long after their last use
 CARD_SHARE = 0.7  # groups share a GPU only while they use less than this share of its memory
 WINDOW_OVERHEAD_SECONDS = 0.03  # time for waking a group and reading the machine's state, in addition to a window
@@ -216,11 +221,15 @@ class Slot:
             usual = max(limits.window_seconds, limits.build_seconds / 5)
         return max(usual, 20 * self.warm_step_seconds)
 
-    def window(self, turn: int, position: int, steps: int) -> None:
-        """Measure a timed window, after enough untimed steps to consume prefetched batches. Raises GroupFailed."""
+    def window(self, turn: int, position: int, steps: int, extra: int = 0) -> None:
+        """Measure a timed window, after enough untimed steps to consume prefetched batches. Raises GroupFailed.
+
+        So many ``extra`` ones are untimed, unless a step takes so long that every step is timed.
+        """
         # Enough steps to empty a full queue even if workers load four batches in five steps.
         full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
-        how, self.started_now = {"settle": max(self.settle_steps, full), "steps": steps}, False
+        extra *= self.warm_step_seconds < 1
+        how, self.started_now = {"settle": max(self.settle_steps, full) + extra, "steps": steps}, False
         with self.watched() as watch:
             reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
         for losses, rank in zip(self._losses, reports, strict=True):
@@ -381,7 +390,8 @@ class _Set:
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
             alive = [s for s in self.slots if not s.failure]
-            windows = sum((steps[s.member] + s.settle_steps) * s.warm_step_seconds for s in alive)
+            untimed = NEXT_EXTRA / 2
+            windows = sum((steps[s.member] + s.settle_steps + untimed) * s.warm_step_seconds for s in alive)
             turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
         candidates = [s for s in self.slots if s.member.role == "candidate"]
@@ -412,10 +422,12 @@ class _Set:
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Run all turns of windows, but stop if the baseline or its twin fails, or if the set is too disturbed."""
+        rng = random.Random(self.seed)
         for turn, order in enumerate(balanced_orders(len(self.slots), turns, self.seed)):
+            extra = rng.randint(0, NEXT_EXTRA if turn and not how else FIRST_EXTRA)
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
-                self.guard(self.slots[i], window, turn, position, steps.get(self.slots[i].member, 0))
+                self.guard(self.slots[i], window, turn, position, steps.get(self.slots[i].member, 0), extra)
                 if self.baseline_lost():
                     return
             kept = [self.record(s) for s in self.slots if not s.failure] if self.gives_up else []
