@@ -152,10 +152,33 @@ def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: 
     for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_DUMP_FILE"):
         monkeypatch.setenv(name, "elsewhere")
         assert code_version().key == before
-    for name in ("LD_PRELOAD", "TORCHINDUCTOR_MAX_AUTOTUNE", "NCCL_BUFFSIZE", "NVIDIA_TF32_OVERRIDE"):
+    for name in (
+        "LD_PRELOAD",
+        "OMP_THREAD_LIMIT",
+        "PYTHONMALLOC",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "NCCL_BUFFSIZE",
+        "NVIDIA_TF32_OVERRIDE",
+    ):
         monkeypatch.setenv(name, "1")
         assert code_version().key != before
         monkeypatch.delenv(name)
+
+
+def test_a_variable_that_a_workloads_code_names_counts(own: Loaded, tmp_path: Path) -> None:
+    lines = ['os.environ.get("DEPTH")', "os.environ['WIDTH']", "'PATH', '_', '', 'SLURM_JOB_ID'", "# NOTED"]
+    write(
+        tmp_path, {"reads.py": "\n".join(lines), "a.yaml": "width: ${oc.env:LENGTH}\n", "a.sh": "python $SIZE ${SEED}"}
+    )
+    settings = [str(tmp_path / name) for name in ("a.yaml", "a.sh")]
+    loaded = own._replace(modules={**own.modules, "reads": str(tmp_path / "reads.py")}, settings=settings)
+
+    def key(**environment: str) -> str:
+        return code_version(loaded, environment=environment).key
+
+    keys = {key()} | {key(**{name: "1"}) for name in ("DEPTH", "WIDTH", "LENGTH", "SIZE", "SEED")} | {key(DEPTH="2")}
+    assert len(keys) == 7
+    assert {key(**{name: "1"}) for name in ("PATH", "_", "SLURM_JOB_ID", "NOTED", "MORE")} == {key()}
 
 
 def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:

@@ -3,7 +3,7 @@
 The lab's own are all of its files but those of what explains. Of a workload that lies elsewhere they are the modules
 that a rank loaded in one step from its own package, installed or not, and from outside of libraries (``loaded``); of
 packages that these import the version counts.
-So do variables of the environment that make the same code slower or faster.
+So do variables of the environment that make the same code slower or faster, and those that a workload's code names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -32,15 +33,21 @@ EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
 """What of the lab measures nothing. A rank that loads any of it is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 VARIABLES = (
-    *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "KMP_"),
+    *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_", "KMP_", "PYTHONMALLOC", "PYTHONDEVMODE"),
     *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_"),
-    *("TORCHINDUCTOR_", "TORCHDYNAMO_DISABLE", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_"),
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TORCH_DISTRIBUTED_DEBUG"),
 )
 """How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
 BUT = (
     *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
-    *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP"),
+    *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP", "OMP_NUM_THREADS", "OMP_DISPLAY_"),
 )
+PASSING = re.compile(
+    r"_|PATH|PWD|OLDPWD|SHLVL|HOSTNAME|TMPDIR|CUDA_VISIBLE_DEVICES|(?:DDPM_LAB|SLURM|TORCHELASTIC|MASTER)_\w*"
+)
+"""Variables that do not count where a workload's code names them: they may be others at each start."""
+_NAMED = re.compile(r"""["'](\w+)["']|\$\{?(\w+)|\benv[:,](\w+)""")
+"""A name that stands by itself in quotes, is a shell's variable, or one of OmegaConf: ``${oc.env:NAME}``."""
 COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu")
 HEADERS = (".h", ".hh", ".hpp", ".cuh", ".inl")
 """How names of C++ and CUDA files end. Headers count in the folder of a source, or in an ``include`` beside it."""
@@ -146,11 +153,19 @@ def code_version(
     parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
     parts += [part for each in sorted((Path(s.file).name, s.sha256) for s in settings) for part in each]
     parts += [f"{name}=={version}" for name in sorted(packages) if (version := package_version(name))]
-    variables = sorted(name for name in environment if name.startswith(VARIABLES) and not name.startswith(BUT))
-    parts += [f"{name}={environment[name]}" for name in variables]
+    own_files = [source.file for source in (*own.values(), *settings)]
+    variables = {name for name in environment if name.startswith(VARIABLES) and not name.startswith(BUT)}
+    parts += [f"{name}={environment[name]}" for name in sorted(variables | named_in(own_files, environment))]
     found = CodeVersion(digest(parts), sources, tree, settings=settings)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
+
+
+def named_in(files: Iterable[str], environment: Mapping[str, str]) -> set[str]:
+    """The variables of the environment that a workload's files name, and may read."""
+    texts = (path.read_text(errors="replace") for path in map(Path, files) if path.is_file())
+    names = {name for text in texts for found in _NAMED.findall(text) for name in found}
+    return {name for name in names & environment.keys() if not PASSING.fullmatch(name)}
 
 
 def source_of(file: str) -> Source:

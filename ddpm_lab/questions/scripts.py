@@ -21,7 +21,15 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, settings_among, source_of
+from ddpm_lab.measure.code_version import (
+    CodeVersion,
+    Tree,
+    in_repository,
+    is_library,
+    named_in,
+    settings_among,
+    source_of,
+)
 from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads, texts_of
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
@@ -122,12 +130,13 @@ def look(
     sources = {file: source_of(file) for file in (*group.files, *settings)}
     sources |= {file: source for file, source in scripts.items() if source_of(file) == source and file not in written}
     hashes = sorted((Path(file).name, source.sha256) for file, source in sources.items())
-    # Environment variables count only by their effect on what ran. The GPU may differ between runs, and so may the
-    # command line: it contains the folder of a revision, or a notebook's kernel.
+    variables = [f"{name}={os.environ[name]}" for name in sorted(named_in(sources, os.environ))]
+    # Other variables count only by their effect on what ran. The GPU may differ between runs, and so may the command
+    # line: it contains the folder of a revision, or a notebook's kernel.
     changing = tree or any(s.endswith(".ipynb") for s in settings)
     left_out = {"device", "argv"} if changing else {"device"}
     ran = [witness[name] for name in (*RAN, "python", "versions", "argv") if name not in left_out]
-    key = digest([instrument.code.key, *ran, hashes])
+    key = digest([instrument.code.key, *ran, *variables, hashes])
     device = "cuda" if witness["device"].startswith("cuda") else "cpu"
     code = CodeVersion(key, sources, tree, written=written)
     return dataclasses.replace(config, device=device), code, {**witness, "files": mine}
