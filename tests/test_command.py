@@ -20,7 +20,7 @@ from conftest import wait_for
 from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
-from ddpm_lab.measure import hook
+from ddpm_lab.measure import command, hook
 from ddpm_lab.measure.command import HOOK, CommandGroup
 from ddpm_lab.measure.group import GroupFailed, Limits
 
@@ -391,9 +391,14 @@ def test_processes_that_train_apart_are_refused(how: dict[str, str], start: Star
     assert not left(tmp_path)
 
 
-def test_whoever_says_what_no_script_says_is_not_heard(start: Start) -> None:
-    told = r"(s := socket.socket(socket.AF_UNIX)).connect(os.environ['DDPM_LAB_TURNS'] + '/turns')"
-    group = start(before=rf"import socket; {told}; s.sendall(b'\0\0\0\5hello')")
+@pytest.mark.parametrize("said", [r"\0\0\0\5hello", r"\0\0\0\5he", r"\0"])
+def test_whoever_says_what_no_script_says_is_not_heard(
+    said: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor waited for, where the rest of a message never comes."""
+    monkeypatch.setattr(command, "MESSAGE_SECONDS", 1)
+    told = "(s := socket.socket(socket.AF_UNIX)).connect(os.environ['DDPM_LAB_TURNS'] + '/turns')"
+    group = start(before=f"import socket; {told}; s.sendall(b'{said}')")
     assert len(window(group, 0, 3)["step_ends"]) == 3
 
 

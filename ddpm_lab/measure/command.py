@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
 LAST_LINES, LAST_CHARACTERS = 3, 400
 SIGNALLED = 128  # and the signal is the exit code of a shell whose command was killed
+MESSAGE_SECONDS = 5  # after which the rest of a message never comes
 EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks has
 
 
@@ -187,7 +189,9 @@ class CommandGroup(Group):
 
         for ready, awake in super()._looks(stage, all_ears):
             if self._listener in ready:
-                self._strangers.append(_Peer(connection.Connection(self._listener.accept()[0].detach())))
+                caller = self._listener.accept()[0]
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_SECONDS, 0))
+                self._strangers.append(_Peer(connection.Connection(caller.detach())))
             for peer in [*self._strangers]:
                 if (peer.hear() or peer.report) and self._ranks:  # it would sleep while the others train
                     several = "several of its processes make steps, of which torch.distributed knows nothing"
