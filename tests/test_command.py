@@ -292,15 +292,17 @@ net = torch.nn.parallel.DistributedDataParallel(net)
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_that_sleep_end_with_the_group_though_the_guard_was_killed(
-    start: Start, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_killed_guard_is_blamed_and_its_ranks_of_torchrun_end(start: Start, tmp_path: Path, asleep: bool) -> None:
     """Each is in a session of its own, and was stopped."""
     group = start(**TORCHRUN)
     window(group, 0, 3)
+    if not asleep:
+        group._paused.resume()
     assert group._process
     group._process.kill()
-    group._process.wait()
+    with pytest.raises(GroupFailed, match=r"^its guard, a process of the lab, was killed by SIGKILL after 4 steps or"):
+        window(group, 0, 10**6)
     group.kill()
     assert not left(tmp_path)
 

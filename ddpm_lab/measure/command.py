@@ -199,6 +199,8 @@ class CommandGroup(Group):
                 if peer.ending:
                     self._strangers.remove(peer)
                     peer.close()
+            if self._process and (self._process.poll() or 0) < 0:  # of the command itself its guard tells
+                self._fail()
             yield ready, awake
 
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
@@ -249,9 +251,10 @@ class CommandGroup(Group):
             self._process.wait(EXIT_SECONDS)
         code = self._process.returncode
         how = "one of its ranks ended" if code is None else f"ended with exit code {code}"
-        number = -code if code and code < 0 else (code or 0) - SIGNALLED
+        if code and code < 0:
+            how = f"its guard, a process of the lab, was killed by {signal.Signals(-code).name}"
         with contextlib.suppress(ValueError):
-            how = f"was killed by {signal.Signals(number).name}"
+            how = f"was killed by {signal.Signals((code or 0) - SIGNALLED).name}"
         printed = self._printed()
         advice = ": give it more steps or epochs" if steps and not code and "Traceback" not in printed else ""
         status = "oom" if tells_of_memory(printed) else "crashed"
