@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -248,6 +249,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: p
     job = object.__new__(Group)
     job._ranks = [SimpleNamespace(**silent, ears=(), report={}, ending=None)]  # type: ignore[list-item]
     job.config, job.limits, job.progress = busy_config(), Limits(), lambda _: None
+    job.patience = lambda: math.inf
     assert job._reports(10.0, "testing") == [{}]
 
 

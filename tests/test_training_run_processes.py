@@ -23,11 +23,14 @@ from test_training_run import logged, steps_in
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
+from ddpm_lab.measure.group import Group
+from ddpm_lab.measure.guard import Paused
+from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
-from ddpm_lab.training.stopping import Stopped
-from ddpm_lab.training.training_run import Outcome
+from ddpm_lab.training.stopping import Stop, Stopped
+from ddpm_lab.training.training_run import Outcome, train
 
 KILLS = 20 if os.environ.get("CHAOS") == "full" else 3
 
@@ -114,6 +117,32 @@ def test_a_signal_while_ranks_build_ends_at_once(data: Path, tmp_path: Path) -> 
     assert (process.returncode, logged(tmp_path)) == (128 + signal.SIGTERM, []), err
     assert psutil.wait_procs(begun, timeout=10)[1] == [], "nobody is left"
     assert "SIGTERM, stopped" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "kept"),
+    [("training", "step-00000001"), ("in held_out_loss", "no checkpoint"), ("in save", "step-00000001")],
+)
+def test_a_rank_that_hangs_does_not_keep_a_run_that_is_to_stop(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kept: str
+) -> None:
+    monkeypatch.setattr(training_run, "STOPPING_SECONDS", 2.0)
+    settings = {"image_size": 8, "network": "tiny", "global_batch_size": 8, "world_size": 2, "oversubscribe": True}
+    given, times = {**settings, "data": str(data), "device": "cpu"}, {"steps": 9, "evaluate_every": 1, "save_every": 1}
+    config, schedule, _ = training_run.plan_training(given, times, file=None, cache=tmp_path)
+
+    class Hanging(Group):
+        def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
+            if stage == place and stop.gentle:
+                self._paused = Paused()  # which would have it go on
+                psutil.Process(self.pids[1]).suspend()
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().ask(command, limit, stage, **arguments)
+
+    monkeypatch.setattr(training_run, "Group", Hanging)
+    with Stop() as stop, pytest.raises(RunFailed, match=rf"rank 1 showed no sign of life for .*{place}.*{kept}"):
+        train(config, schedule, tmp_path, threads=1, stop=stop, progress=Progress("train", quiet=True))
 
 
 # --- the commands ---

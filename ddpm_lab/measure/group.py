@@ -6,6 +6,7 @@ that it can report which rank hangs, where it runs and what it was doing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -60,8 +61,9 @@ class Limits:
 class Group(AbstractContextManager["Group"]):
     """The ranks of one configuration, which are killed when the context exits.
 
-    Processes are started inside the context ``starting``. ``how`` has further fields of each ``RankJob``: modules,
-    environment, tree. When the group ends, files of settings that the user's code wrote are added to ``written``.
+    Processes are started inside the context ``starting``. ``patience`` returns the longest silence of a rank from now
+    on, whatever the limit. ``how`` has further fields of each ``RankJob``: modules, environment, tree. When the group
+    ends, files of settings that the user's code wrote are added to ``written``.
     """
 
     _awake: ClassVar[Group | None] = None  # the group that last received a command
@@ -76,9 +78,10 @@ class Group(AbstractContextManager["Group"]):
         written: set[str] | None = None,
         progress: Progress = lambda _: None,
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        patience: Callable[[], float] = lambda: math.inf,
         **how: Any,
     ) -> None:
-        self.config, self.limits, self.progress = config, limits or Limits(), progress
+        self.config, self.limits, self.progress, self.patience = config, limits or Limits(), progress, patience
         self.written = set() if written is None else written
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
@@ -222,8 +225,9 @@ class Group(AbstractContextManager["Group"]):
             last = min(life.steps for life in lives.values())
             # A rank that waits for others is ahead of them. All make the same marks, which show this within a step.
             behind = {number: life for number, life in lives.items() if life.steps == last}
-            if awake > limit and all(life.silent_seconds > limit for life in behind.values()):
-                self._silent(behind, limit)
+            most = min(limit, self.patience())
+            if awake > most and all(life.silent_seconds > most for life in behind.values()):
+                self._silent(behind, most)
         self._blame()
         return [rank.report for rank in self._ranks]
 

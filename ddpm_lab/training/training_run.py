@@ -32,6 +32,8 @@ CHUNK_SECONDS = 1.0
 SAVE_SECONDS = 600.0  # after which there is a checkpoint, however few steps that was
 SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
+STOPPING_SECONDS = 15.0
+"""The longest silence of a rank once a signal has asked the run to stop, or 20 steps, but while it saves."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
 DIVERGED = "is no longer finite at step {:,}: go on with a lower --learning-rate, or in fp32"
@@ -262,6 +264,7 @@ class _Run:
     loss: float | None = None
     held_out: float | None = None
     saved_at: float = 0.0  # on the clock of this process
+    saving: Path | None = None  # the checkpoint that is being written
     unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
     def train(self) -> Outcome:
@@ -274,7 +277,8 @@ class _Run:
         self.progress("starting")
         self.saved_at = time.monotonic()
         try:
-            with Group(self.config, threads=self.threads, progress=self.progress, starting=without_sigterm) as group:
+            how: dict[str, Any] = {"threads": self.threads, "starting": without_sigterm, "patience": self._patience}
+            with Group(self.config, progress=self.progress, **how) as group:
                 while self.step < self.schedule.steps and self.stop.number is None:
                     rows = self._advance(group)
                     if self.chunks == 1:
@@ -291,6 +295,11 @@ class _Run:
             raise lost from failed
         return Outcome(self.step, self.run.checkpoint(self.step), self.loss, self.held_out)
 
+    def _patience(self) -> float:
+        """The longest silence of a rank from now on: one that hangs must not keep a run that is to stop."""
+        stopping = self.stop.number is not None and (self.saving is None or self.saving.exists())
+        return max(STOPPING_SECONDS, 20 * self.step_seconds) if stopping else math.inf
+
     def _check_images(self, group: Group) -> None:
         """Each host may have its own copy of the images, and one may have been prepared again by now."""
         for rank, seen in enumerate(group.witness()):
@@ -305,10 +314,12 @@ class _Run:
         steps = min(steps, self.schedule.next_stop(self.step) - self.step)
         limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
         reports = group.advance(steps, limit, "compiling" if first and self.config.compile != "off" else "training")
-        self.stop.gentle = True  # before this there is nothing to save
+        # Before this there is next to nothing to save.
+        self.stop.gentle = self.config.compile == "off" or self.chunks >= COMPILING_CHUNKS
         seconds = max(float(report["seconds"]) for report in reports)
         # The first step may have compiled: it says only how long the others take at most.
-        self.step_seconds = min(seconds, CHUNK_SECONDS) if first else seconds / steps
+        compiled = first and self.config.compile != "off"
+        self.step_seconds = min(seconds, CHUNK_SECONDS) if compiled else seconds / steps
         rate = steps * self.config.global_batch_size / seconds
         rows: list[dict[str, Any]] = []
         for losses in zip(*(report["losses"] for report in reports), strict=True):
@@ -327,6 +338,9 @@ class _Run:
     def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
         """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
         due = self.schedule.due
+        if self.stop.number is not None and self.step < self.schedule.steps:
+            self._log(rows)  # and save, before whoever sent the signal loses patience
+            return
         if self.step == self.schedule.next_stop(self.step - 1):
             self.progress.expect(None)  # how long this takes the steps do not say
         if due(self.schedule.evaluate_every, self.step):
@@ -359,8 +373,9 @@ class _Run:
 
     def _save(self, group: Group) -> None:
         self.run.sync_log()
-        self._call(group, "save", path=str(self.run.checkpoint(self.step)))
-        self.saved, self.saved_at = self.step, time.monotonic()
+        self.saving = self.run.checkpoint(self.step)
+        self._call(group, "save", path=str(self.saving))
+        self.saving, self.saved, self.saved_at = None, self.step, time.monotonic()
         if self.unasked:
             self.unasked.unlink(missing_ok=True)
             self.unasked = None
