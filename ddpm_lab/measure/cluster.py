@@ -31,7 +31,17 @@ from ddpm_lab.declared import parsed
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.others import fair_cores, free_cores
-from ddpm_lab.measure.process import Ending, Life, LocalRank, RankJob, Store, host_id, join_store, private_folder
+from ddpm_lab.measure.process import (
+    Ending,
+    Life,
+    LocalRank,
+    RankJob,
+    Store,
+    host_id,
+    join_store,
+    private_folder,
+    server_died,
+)
 
 OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
 """How the names of variables begin that may differ between hosts: they name cards and networks."""
@@ -334,10 +344,14 @@ def serve(process: Process) -> int:
     channel = Channel(process, f"to {process.rank}", f"from {process.rank}")
     join(process)
     held: dict[str, _Held] = {}
+    awake: _Held | None = None  # the one that was told something last, or started: where the server dies, it did it
     try:
         while channel.silent_beats < 4 * LOST_BEATS:
             working = [one for one in held.values() if one.at_work]
             connection.wait([channel.ear, *(ear for one in working for ear in one.ears)], BEAT_SECONDS)
+            if server_died() and awake and not awake.ending:
+                how = "the process that starts ranks was killed"
+                awake.ending, awake.at_work = Ending("crashed", how, "", time.monotonic()), True
             for one in working:
                 channel.send(group=one.group, **one.news())
             while message := channel.receive():
@@ -346,14 +360,15 @@ def serve(process: Process) -> int:
                     return 0
                 if do == "start":
                     try:
-                        held[group] = _Held(group, message["job"])
-                    except (ConfigError, OSError, psutil.NoSuchProcess) as error:
-                        ending = Ending("crashed", str(error), "", 0.0)
+                        awake = held[group] = _Held(group, message["job"])
+                    except (ConfigError, EOFError, OSError, psutil.NoSuchProcess) as error:
+                        ending = Ending("crashed", str(error) or "the process that starts ranks was killed", "", 0.0)
                         channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
                 elif do == "kill" and group in held:
                     held.pop(group).end()
                 elif do == "tell" and group in held:  # else it is too late
-                    held[group].tell(message["command"], message["arguments"])
+                    awake = held[group]
+                    awake.tell(message["command"], message["arguments"])
     finally:
         for one in held.values():
             one.end()
