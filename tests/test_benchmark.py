@@ -186,6 +186,12 @@ def test_the_folder_of_every_kind_of_study(name: str, tmp_path: Path) -> None:
         check_texts(figure)
 
 
+def test_the_report_names_the_command_that_judges_these_settings() -> None:
+    words = "run multi_gpu --output-dir /else/where --batch-sizes 8 --world-sizes 2 --precision fp32 --scaling weak"
+    text = benchmark.report(replace(STUDIES["ranks"], output_dir=Path("/else/where")))
+    assert f"`ddpm-lab {words} --seeds 8`" in text
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -240,6 +240,17 @@ def test_the_command_of_a_page_measures_the_comparison_that_it_is_about(
     assert wanted in {(f.baseline.run_id, config.run_id) for f in measured for _, config in f.candidates}
 
 
+@pytest.mark.parametrize("name", ["nothing", "claims"])
+def test_no_command_is_advised_without_the_output_folder(name: str) -> None:
+    """One that lacks options which were typed would measure something else, elsewhere."""
+    shown = replace(GOLDEN[name](), output_dir=Path("/else/where"))
+    told = answer(shown)
+    texts = [told.finding.claim, *(cell for row in told.table() for cell in row.values())]
+    commands = [text for text in texts if "ddpm-lab run" in text]
+    assert all("ddpm-lab run --output-dir /else/where " in text for text in commands)
+    assert bool(commands) == (name == "claims")
+
+
 SEVERAL = {"batch_sizes", "world_sizes", "precisions", "worker_counts"}
 
 

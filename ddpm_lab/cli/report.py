@@ -123,7 +123,9 @@ def benchmark(options: argparse.Namespace) -> int:
         return 0
     from ddpm_lab.reports import benchmark  # noqa: PLC0415 - needs Matplotlib
 
-    study = benchmark.of_last(experiments.run("multi_gpu", ledger=source, machine=machine).study)
+    output = None if options.ledger else folder
+    shown = experiments.run("multi_gpu", ledger=source, machine=machine, output_dir=output)
+    study = benchmark.of_last(shown.study)
     found = benchmark.rows(study)
     if not found:
         where = ", ".join(map(str, source)) if isinstance(source, list) else source

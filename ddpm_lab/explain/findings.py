@@ -125,8 +125,7 @@ def compared(
     candidates = [r for r in measured if not r.loader_alone] or measured
     every = (*notes, *common_notes(study, rows))
     if not study.records:
-        how = f"The command that measures it: ddpm-lab run {study.experiment}."
-        return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
+        return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, "More minutes, or none given, measure it.")
     if not candidates:
         return _nothing_to_compare(study, rows, others, every)
     first = lead(candidates)
@@ -368,8 +367,13 @@ def where_of(study: Study, config: RunConfig) -> list[str]:
     others = any(not _SYNTHETIC.fullmatch(name) for name in names)
     words = ["--data", shlex.quote(images)] * (others and not config.is_own)
     words += ["--device", "cpu"] * (config.device == "cpu" and any(r.machine.gpus for r in study.records))
+    return words + output_of(study)
+
+
+def output_of(study: Study) -> list[str]:
+    """Return the command-line option for the output folder, unless it is the usual one."""
     usual = study.published or study.output_dir in (Path(), output_folder(None))
-    return words + ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)
+    return ["--output-dir", shlex.quote(str(study.output_dir))] * (not usual)
 
 
 def _options(row: Comparison) -> list[str]:

@@ -25,7 +25,7 @@ from ddpm_lab.explain.answer import row as drawn
 from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.charts import BAD, Figure, Panel, Row, forest
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
-from ddpm_lab.explain.findings import ANSWERED, compared, plain
+from ddpm_lab.explain.findings import ANSWERED, compared, output_of, plain
 from ddpm_lab.explain.selection import Study, once
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table
@@ -459,6 +459,7 @@ def _undecided(claim: Claim, records: Records) -> Judged:
         here = FAULTS[claim.fault].said(read)[1]
     question = claim.questions[0] if claim.questions else "claims"
     command = claim.command or f"ddpm-lab run {question} --preset full{' --data DATA' * (question == 'quality')}"
+    command = command.replace("ddpm-lab run", " ".join(["ddpm-lab run", *output_of(records.study)]))
     by_none = claim.judge == "untestable"
     command += " gives numbers, none of which decides it" if by_none else " measures it"
     if records.gpus >= claim.gpus:

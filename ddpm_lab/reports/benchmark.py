@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import charts, machine_state, pages, phrases, stats
+from ddpm_lab.explain import charts, findings, machine_state, pages, phrases, stats
 from ddpm_lab.explain.answer import COLOURS, MEANING
 from ddpm_lab.explain.bands import Bands
 from ddpm_lab.explain.charts import Panel, Row
@@ -170,6 +170,7 @@ def _epoch(row: Comparison | None) -> str:
 def report(study: Study) -> str:
     """The report as Markdown: the finding, one device beside several for each batch, and what the numbers rest on."""
     found = answer(study).finding
+    how = findings.how_to_judge(study, found, trains=True)
     return pages.markdown(
         "benchmark.md.j2",
         headline=found.headline,
@@ -180,6 +181,7 @@ def report(study: Study) -> str:
         thresholds=RECOMMENDATIONS.table,
         bands=study.bands,
         figure=Rendered(DASHBOARD),
+        how_to_judge=how,
     )
 
 
