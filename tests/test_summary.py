@@ -139,7 +139,8 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
     path = tmp_path / "l.jsonl"
     Ledger(path).append(paired({64: 1.6}, {}).records)
     (tmp_path / "slurm-5.out").write_text("srun: error\n")
-    words = (path, tmp_path / "slurm-5.out", folder_of(tmp_path / "run", replace(BASE, seed=1), 2))
+    again = tmp_path / "." / "run" / ".." / "l.jsonl"  # the same file is shown once
+    words = (path, tmp_path / "slurm-5.out", again, folder_of(tmp_path / "run", replace(BASE, seed=1), 2))
     code, out, err = call("summary", *words, "--csv", tmp_path / "t.csv", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)

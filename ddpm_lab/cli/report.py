@@ -146,7 +146,7 @@ def summary(options: argparse.Namespace) -> int:
     if options.only is not None or (len(sources) == 2 and all(s.is_dir() or s.suffix == ".toml" for s in sources)):
         return _difference(options, sources)
     rows, apart = list[runs.Summary](), list[runs.Summary]()
-    for source in sources:
+    for source in {source.resolve(): source for source in sources}.values():
         if source.suffix == ".jsonl":
             study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
             rows += runs.of_study(study, str(source))
