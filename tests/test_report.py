@@ -22,7 +22,7 @@ import pytest
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
-from ddpm_lab.explain.pages import Page, answers
+from ddpm_lab.explain.pages import Page, answers, write_index
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions import experiments
@@ -310,6 +310,12 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
 )
 def test_what_to_use_what_gains_nothing_and_what_is_open(pages: list[Page], found: list[Any]) -> None:
     assert answers(pages) == found
+
+
+def test_no_line_ends_within_an_option_of_a_command(tmp_path: Path) -> None:
+    way = "ddpm-lab run amp --network seed"
+    write_index([replace(OPEN, finding={**OPEN.finding, "way_out": way})], tmp_path / "index.html")
+    assert "No clear answer: ddpm-lab run amp <span>--network</span> seed</dd>" in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

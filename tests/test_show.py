@@ -16,7 +16,7 @@ from jupyter_client.manager import start_new_kernel
 from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import show
+from ddpm_lab.explain import show, table
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.questions.ask import answer
 
@@ -124,3 +124,13 @@ def test_an_interrupt_says_what_is_kept_and_cells_below_what_they_miss(tmp_path:
     assert kept == ["Interrupted: 1 of 6 sets kept; run the cell again"]
     assert missing == ["ConfigError: no answer yet: run the cell that measures, to its end"]
     assert "name 'nonsense' is not defined" in other[-1]
+
+
+def test_words_below_a_number_wrap_in_a_page() -> None:
+    """A table of thirteen columns would be wider than a page if they stood in one line."""
+    cells = ("1.62 (1.55 to 1.69)", "0.0023, 4.8 % of the images", "+0.1 (-2.9e-05 to +0.2), 1 % behind")
+    text = table.html([dict(zip("abc", cells, strict=True))])
+    normal = '<span style="white-space: normal">'
+    assert 'nowrap">1.62<br><span class="interval">(1.55 to 1.69)</span></td>' in text
+    assert f'nowrap">0.0023<br>{normal}4.8 % of the images</span></td>' in text
+    assert f'<span class="interval" style="white-space: normal">(-2.9e-05 to +0.2)</span><br>{normal}1 %' in text

@@ -104,6 +104,10 @@ def _csv_cell(value: object) -> object:
     return re.sub(r"^(?=\s*[=+@-])", "'", printable(value)) if isinstance(value, str) else value
 
 
+_PARTS = re.compile(r"(.*?)(?: (\(.*?\)))?(?:, (.*))?", re.DOTALL)
+"""A number with its unit, the interval in brackets, and words."""
+
+
 def html(rows: Table) -> str:
     """The table as HTML, laid out by itself, since a notebook and a page have different style sheets."""
     if not rows:
@@ -112,11 +116,16 @@ def html(rows: Table) -> str:
 
     def cell(name: str, value: str) -> str:
         if name not in right:
-            wide = "; min-width: 9em" if len(value) > 30 else ""
+            wide = "; min-width: 7em" if len(value) > 30 else ""
             return f'<td style="text-align: left{wide}">{escape(value)}</td>'
         # The interval goes below its value, and words below both, so that a table of ten columns fits a page.
-        text = re.sub(r" (\(.*?\))(?:, (.*))?$", r'<br><span class="interval">\1</span><br>\2', escape(value))
-        text = text.removesuffix("<br>")
+        found = _PARTS.fullmatch(escape(value))
+        assert found  # any text fits
+        text, interval, words = found.groups()
+        wrapped = ' style="white-space: normal"'  # what is long
+        if interval:
+            text += f'<br><span class="interval"{wrapped * (len(interval) > 16)}>{interval}</span>'
+        text += f"<br><span{wrapped}>{words}</span>" if words else ""
         return f'<td style="text-align: right; white-space: nowrap">{text}</td>'
 
     sides = {name: "right" if name in right else "left" for name in rows[0]}
