@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,14 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
         assert [r["Time (s)"] for r in csv.DictReader(file)][2:] == ["", "1.0"]
     assert call("summary", tmp_path / "slurm-5.out")[0] == 1
     assert call("summary", tmp_path / "none.out")[0] == 2
+
+
+def test_a_table_is_written_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    (log := tmp_path / "slurm-5.out").write_text("Datei über Bord", encoding="utf-8")
+    words = [sys.executable, "-m", "ddpm_lab", "summary", log, "--csv", tmp_path / "t.csv"]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(words, env={**os.environ, **ascii_alone}, capture_output=True, check=False)
+    assert "über Bord" in (tmp_path / "t.csv").read_text(encoding="utf-8")
 
 
 def test_what_differs_between_two_runs(call: Call, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Progress:
         self._shown = time.monotonic()
         line = printable(" ".join(part for part in (self.prefix, self._left(), text) if part))
         if file := os.environ.get(FILE_VARIABLE):
-            with contextlib.suppress(OSError), Path(file).open("a") as stream:
+            with contextlib.suppress(OSError), Path(file).open("a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
         if self.quiet:
             return

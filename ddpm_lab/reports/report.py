@@ -312,7 +312,7 @@ def execute(notebook: Path, target: Path, parameters: Mapping[str, Any], *, say:
         }
         words = ["--kernel=python3", "--no-progress-bar", "--log-level=ERROR"]
         words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), str(notebook), str(target)]
-        with log.open("wb") as out, lines.open() as progress:
+        with log.open("wb") as out, lines.open(encoding="utf-8") as progress:
             process = guarded([sys.executable, "-P", "-m", "papermill", *words], out, env={**os.environ, **own})
             try:
                 with suppress(Stopped):  # by a second signal

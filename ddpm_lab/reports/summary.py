@@ -308,7 +308,7 @@ def show(runs: Sequence[Summary], *, csv: str | None = None, as_json: bool = Fal
     table = tables.csv_text([{name: getattr(run, field) for name, field in COLUMNS.items()} for run in runs])
     if csv is not None:
         with writing(expanded(csv), option="--csv"):
-            expanded(csv).write_text(table, newline="")
+            expanded(csv).write_text(table, encoding="utf-8", newline="")
     if as_json:
         values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
         say(*json.dumps(values, indent=1, allow_nan=False).split("\n"))
