@@ -201,6 +201,8 @@ def test_wrong_values_are_refused_before_anything_starts(
         ({"parameters": {"batch": 3}}, ConfigError, "'batch'.*01_a.*minutes"),
         ({"minutes": 0}, ConfigError, "minutes.*0"),
         ({"data": "damaged"}, DataError, r"1\.png"),
+        ({"network": "tiny"}, ConfigError, "'network'.*01_a.*minutes"),
+        ({"workload": "lab_workloads:own"}, ConfigError, "01_a is about the lab's own trainer, not about lab_work"),
         ({"notebooks": ["03_apm"]}, ConfigError, "'03_apm'.*03_amp"),
         ({"notebooks": ["03_amp"], "preset": "huge"}, ConfigError, "'huge'"),
         ({"notebooks": ["03_amp"], "parameters": {"output_dir": "x"}}, ConfigError, "give it as --output-dir"),

@@ -111,10 +111,12 @@ def _values(
     if (workload := given["workload"]) is not None:
         check_name("profile", workload)
         check_brought(workload, {name: given[name] for name in ("data", "held_out", "network")} | more)
-        if every:  # the others are about the lab's own trainer
-            known = {file: names for file, names in known.items() if "workload" in names}
+        others = [file for file, names in known.items() if "workload" not in names]
+        if others and not every:
+            raise ConfigError(f"{others[0].stem} is about the lab's own trainer, not about {workload}: leave it out")
+        known = {file: names for file, names in known.items() if file not in others}
     exist = dict.fromkeys(name for names in known.values() for name in names)
-    for name in more:
+    for name in (*more, *(name for name in ("network", "held_out") if given[name] is not None)):
         if name not in exist:
             listed, choices = ", ".join(file.stem for file in known), ", ".join(exist) or "no parameters"
             raise ConfigError(f"{name!r} is no parameter of {listed}: choose from {choices}")
