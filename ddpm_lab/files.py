@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ddpm_lab.checks import ConfigError, LabError
+from ddpm_lab.checks import ConfigError, LabError, several
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import LARGEST_TEXT
 
@@ -50,7 +50,9 @@ def output_folder(output_dir: str | Path | None) -> Path:
 
 
 def ledgers(given: Sequence[str | Path] | None, output: Path) -> list[Path]:
-    """The files of records that are given, or else the one in ``output``."""
+    """The files of records that are given, or else the one in ``output``. Raises ConfigError for none, or no list."""
+    if given is not None:
+        several("ledger", given)
     return [expanded(file) for file in ([output / LEDGER] if given is None else given)]
 
 

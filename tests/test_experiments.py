@@ -15,6 +15,7 @@ from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
+from ddpm_lab.explain.selection import machine_key
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.measure import hardware
@@ -109,6 +110,11 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LedgerError, match="there is no ledger"):
         experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
+    numbers: dict[str, Any] = {"ledger": 5, "machine": 17}  # as papermill reads what is typed
+    with pytest.raises(ConfigError, match="ledger is 5: give a list"):
+        experiments.run("amp", **numbers)
+    with pytest.raises(LedgerError, match="'17' is not in the records: choose one"):
+        machine_key(make.sets({}), numbers["machine"])
     assert experiments.recommendation(output_dir=tmp_path / "out").study.records == (), (
         "quick without minutes measures nothing"
     )

@@ -143,6 +143,7 @@ def _by_experiment(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 def machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
     """The key of the machine that is ``wanted``, or of the only one. Raises LedgerError for none, or several."""
+    wanted = None if wanted is None else str(wanted)  # papermill makes a number of 17
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
     if wanted is None and len(machines) > 1:
