@@ -160,7 +160,7 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
 
 def test_a_table_is_written_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     (log := tmp_path / "slurm-5.out").write_text("Datei über Bord", encoding="utf-8")
-    words = [sys.executable, "-m", "ddpm_lab", "summary", log, "--csv", tmp_path / "t.csv"]
+    words = [sys.executable, "-m", "ddpm_lab", "summary", str(log), "--csv", str(tmp_path / "t.csv")]
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run(words, env={**os.environ, **ascii_alone}, capture_output=True, check=False)
     assert "über Bord" in (tmp_path / "t.csv").read_text(encoding="utf-8")

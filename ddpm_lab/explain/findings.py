@@ -125,7 +125,9 @@ def compared(
     candidates = [r for r in measured if not r.loader_alone] or measured
     every = (*notes, *common_notes(study, rows))
     if not study.records:
-        return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, "More minutes, or none given, measure it.")
+        return plain(
+            study, "Nothing is measured yet", quality.NOT_MEASURED, "Give it more minutes, or leave --minutes out."
+        )
     if not candidates:
         return _nothing_to_compare(study, rows, others, every)
     first = lead(candidates)

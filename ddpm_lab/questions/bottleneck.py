@@ -249,7 +249,7 @@ def summary(study: Study) -> list[str]:
     if about is None:
         lost = [r for r in study.records if r.role == "profile" and r.status != "ok"]
         why = f"The step could not be profiled: {phrases.failure(lost[-1])}." if lost else ""
-        return [why or "No time budget is recorded: more minutes, or none given, measure one."]
+        return [why or "No time budget is recorded: give it more minutes, or leave --minutes out."]
     batch, seconds = about.config.global_batch_size, about.step_seconds
     on = phrases.plural(about.speed.sets, "set") if about.speed else "by the time budget; no set measured its speed"
     took = f"A step of {phrases.plural(batch, 'image')} takes {phrases.seconds(seconds)}"
