@@ -130,6 +130,8 @@ class Data(torch.utils.data.Dataset):
     def __len__(self): return 10**6
     def __getitem__(self, i): return len(open("data.json").read())
 for name in ("a.yaml", b"b.toml", "module.py", "data.txt", "kernels.cu", "a.ipynb"): open(name).close()
+for name in ("a.txt", os.path.abspath("b.txt"), "large.txt"): open(name).close()
+open("log.txt", "w").close()
 path = importlib.util.spec_from_file_location("config", "conf/run.py")
 path.loader.exec_module(importlib.util.module_from_spec(path))
 exec(open("conf/text.py").read())
@@ -155,16 +157,19 @@ def test_files_of_settings_are_those_read_before_a_step_and_what_is_written_is_t
     py_compile.compile(str(tmp_path / "conf" / "run.py"))  # which is then read in place of it
     for name in ("linked.so", "imported.so"):
         shutil.copyfile(str(import_module("psutil._psutil_linux").__file__), tmp_path / name)
-    group = start(before=READS, after="open('late.json').close()\nif i == 2: open('log.json', 'a').close()")
+    write(tmp_path, dict.fromkeys(("a.txt", "b.txt"), ""))
+    (tmp_path / "large.txt").write_bytes(bytes(hook.SHORT_BYTES))
+    how = {"before": READS, "run": "{python} train.py --config=a.txt ./b.txt large.txt log.txt"}
+    group = start(**how, after="open('late.json').close()\nif i == 2: open('log.json', 'a').close()")
     assert {name.removeprefix(f"{tmp_path}/") for name in group.read if name.startswith(str(tmp_path))} == {
         *("a.yaml", "b.toml", "none.json", "conf/child.cfg", "kernels.cu", "linked.so", "imported.so"),
-        *("a.ipynb", "conf/run.py", "conf/text.py", "train.py", "module.py"),
+        *("a.ipynb", "conf/run.py", "conf/text.py", "train.py", "module.py", "a.txt", "b.txt"),
     }
     assert not [name for name in group.read if name.endswith(("torch/__init__.py", "/ctypes/__init__.py"))]
     window(group, 0, 4)
     assert not group.written
     group.kill()
-    assert group.written == {str(tmp_path / name) for name in ("conf/made.json", "renamed.ini", "log.json")}
+    assert group.written == {str(tmp_path / name) for name in ("conf/made.json", "renamed.ini", "log.json", "log.txt")}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ OPTIMIZER = os.environ.get("DDPM_LAB_OPTIMIZER", "")
 ALIVE_SECONDS = 1.0  # while steps are made, the other side hears of one at least so often
 SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")  # how names of files of settings end
 EXTENSIONS = (".cpp", ".cc", ".cxx", ".c", ".cu", ".so")  # and of what torch compiles and loads, or only loads
+SHORT_BYTES = 100_000  # a longer file of another name is data, also where the command line names it
 AUDITED = {"open": 0, "os.rename": 1, "import": 1, "ctypes.dlopen": 0}  # events, and which argument is a file
 
 
@@ -215,8 +216,8 @@ listed: set[tuple[str, Path]] = set()
 def note_file(event: str, given: Any) -> None:
     """Called by Python at each event that can be audited, within the script: quick, and it never raises.
 
-    A file of settings, of an extension, a notebook, or Python outside of libraries, is listed that the process reads
-    before its first step, or that it ever writes.
+    A file of settings, of an extension, a notebook, Python outside of libraries, or a short one of any name that the
+    command line names, is listed that the process reads before its first step, or that it ever writes.
     """
     if event not in AUDITED:
         return
@@ -225,12 +226,19 @@ def note_file(event: str, given: Any) -> None:
         writes = event == "os.rename" or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
         if name.endswith(".pyc") and not writes:  # what is compiled is read in place of its source
             name = importlib.util.source_from_cache(name)
-        if name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py")):
+        counts = name.endswith((*SETTINGS, *EXTENSIONS, ".ipynb", ".py"))
+        if counts or (_is_argument(name) and (writes or Path(name).stat().st_size < SHORT_BYTES)):
             file = Path(name).absolute()
             if not (name.endswith(".py") and _of_library(str(file))):
                 _list("w" if writes else "r", file)
     except Exception:  # whatever was given; and of contextlib nothing may be left when Python ends
         pass
+
+
+def _is_argument(name: str) -> bool:
+    """Whether the command line of this process names a file, be it as ``--config=FILE``, ``@FILE`` or ``./FILE``."""
+    words = (word.rpartition("=")[2].lstrip("@") for word in sys.argv[1:])
+    return any(f"/{name}".endswith(f"/{word[2:] if word[:2] == './' else word}") for word in words)
 
 
 def _list(way: str, file: Path) -> None:
