@@ -119,12 +119,13 @@ def test_identical_code_passes_unmeasured(
 
 
 def test_settings_of_a_revision_are_part_of_its_code(mine: Path, tmp_path: Path, call: Call) -> None:
-    """But not those that both sides read from the same place."""
+    """But not those that both sides read from the same place: they are refused where the revision has others."""
     reads = "import pathlib\nopen(pathlib.Path(__file__).with_name('own.json')), open('both.json')\n"
     commit(mine, {"mine.py": f"{reads}{MINE}", "own.json": "1", "both.json": "1"})
     write(mine, {"both.json": "2"})
-    assert "identical code" in against(call, tmp_path / "out", "mine:step", "--against", "main")[1]
-    write(mine, {"own.json": "2"})
+    code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main")
+    assert (code, "both sides read both.json of the working tree, and main has another" in err) == (2, True)
+    write(mine, {"own.json": "2", "both.json": "1"})
     code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main", "--minutes", "0")
     assert (code, ": own.json changed" in err, "minutes is 0" in err) == (2, True, True)
 

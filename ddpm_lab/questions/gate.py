@@ -19,7 +19,7 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.table import literal
 from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.output import say
@@ -71,6 +71,7 @@ def compare_revisions(
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
+        _refuse_settings_of_the_working_tree(repository, baseline_code, folder, against)
         first, second = (scripts.contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
         changed = sorted({name for name, _ in first ^ second})  # different, or only on one side
         if not changed and candidate == baseline:
@@ -109,6 +110,17 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
         return given
     there = folder / path.relative_to(root)
     return str(there) if there.is_file() else given
+
+
+def _refuse_settings_of_the_working_tree(repository: Repository, its: CodeVersion, folder: Path, against: str) -> None:
+    """Raise ConfigError where the baseline reads settings of the working tree that its revision has otherwise."""
+    read = [s for s in its.settings if in_repository(s.file, str(repository.root))]
+    for name, setting in ((Path(s.file).resolve().relative_to(repository.root), s) for s in read):
+        if (folder / name).is_file() and source_of(str(folder / name)).sha256 != setting.sha256:
+            raise ConfigError(
+                f"both sides read {name} of the working tree, and {against} has another: open it from the folder of "
+                "its module, as by Path(__file__), or undo its change"
+            )
 
 
 def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workload: str) -> None:
