@@ -119,6 +119,9 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         "quick without minutes measures nothing"
     )
     monkeypatch.delattr(experiments, "measure")
+    for network in ("huge", ["tiny"]):
+        with pytest.raises(ConfigError, match=r"network is .*choose one of tiny"):
+            experiments.run("peers", published=True, network=network, output_dir=tmp_path)
     for published in ("False", 0, "yes"):
         with pytest.raises(ConfigError, match=f"published is {published!r}"):
             experiments.run("peers", published=published, output_dir=tmp_path)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, LabError, choice, missing_to_explain, number
+from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import is_prepared, place_of, read_manifest
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import quality, selection
@@ -80,7 +81,9 @@ def run(
         shown = _stored(name, output_folder(output_dir), ledger, machine, workload=settings.get("workload"))
         _tell_idle(name, settings, "preset", "workload", how="without ledger and machine they are measured")
     elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
-        network, usual = settings.get("network"), usual_network(usual_device(settings.get("device")), name)
+        if (network := settings.get("network")) is not None:
+            choice("network", network, NETWORKS)
+        usual = usual_network(usual_device(settings.get("device")), name)
         shown = _published(name, output_folder(output_dir), network, usual)
         used = ["preset", "network"] if {r.config.network for r in shown.records} == {network} else ["preset"]
         _tell_idle(name, settings, *used, how="published = False measures with them")
