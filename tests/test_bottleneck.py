@@ -268,6 +268,7 @@ def test_what_is_the_same_is_judged_by_the_resolution_that_was_asked_for(tmp_pat
         "device": "cpu",
     }
     planned = planning.plan_question("bottleneck", minutes=0, resolution=0.1, quiet=True, **asked)
+    assert "more minutes" in bottleneck_report(bottleneck_study(planned))["headline"], "no ledger is there yet"
     own = RunConfig(workload=OWN, options=(("make", "mine:make"),), data_sha256=f"{own_data('mine:make')}1")
     later = make.environment(hardware.machine(), "2026-01-06T10:00:00+00:00")
     users = make.sets({"bf16": (replace(own, precision="bf16"), 0.7)}, baseline=own)

@@ -25,7 +25,7 @@ from ddpm_lab.explain.charts import save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study, study
 from ddpm_lab.files import LEDGER, check_room, expanded, output_folder, writing
-from ddpm_lab.ledger import read_all
+from ddpm_lab.ledger import distinct
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.process import private_folder
 from ddpm_lab.output import say
@@ -325,7 +325,7 @@ def _plan_bottleneck(settings: dict[str, Any]) -> Campaign:
 def bottleneck_study(measured: Campaign) -> Study:
     """Every record of the lab's own trainer on this machine."""
     mine = experiments.study_of(measured)
-    records = experiments.of_training(read_all([measured.ledger.path])[0], None)
+    records = experiments.of_training(distinct(measured.ledger.read()[0]), None)
     every = study(records, RECOMMENDATION, machine=measured.cohort[0], output_dir=measured.output)
     others = (r for r in every.records if r.experiment != mine.experiment)
     fields = {name: getattr(mine, name) for name in ("measured_sets", "resolution", "published_trials")}
