@@ -144,6 +144,8 @@ def test_the_table_of_jobs(call: Call, tmp_path: Path) -> None:
     assert [run["speed_up"] for run in found["runs"]] == [None, pytest.approx(3.81, abs=0.005), None]
     assert [run["seconds"] for run in found["runs"]] == [362.45, 95.23, None]
     assert "RuntimeError: no" in found["runs"][2]["note"]
+    twice = call("collect", "slurm-42.out", Path("slurm-42.out").absolute(), "--output-dir", tmp_path, "--json")
+    assert len(json.loads(twice[1])["runs"]) == 1, "a log that is named twice"
 
 
 # --- a real SLURM ----------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def summary(options: argparse.Namespace) -> int:
     if options.only is not None or (len(sources) == 2 and all(s.is_dir() or s.suffix == ".toml" for s in sources)):
         return _difference(options, sources)
     rows, apart = list[runs.Summary](), list[runs.Summary]()
-    for source in {source.resolve(): source for source in sources}.values():
+    for source in _once(sources):
         if source.suffix == ".jsonl":
             study = experiments.run("multi_gpu", ledger=source, machine=options.machine).study
             rows += runs.of_study(study, str(source))
@@ -158,6 +158,11 @@ def summary(options: argparse.Namespace) -> int:
         say("ddpm-lab: no record of multi_gpu, and no log of train: ddpm-lab run multi_gpu makes some", error=True)
         return 1
     return 0
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """Each file once, also where its path is given in several ways."""
+    return [*{file.resolve(): file for file in files}.values()]
 
 
 def _row(folder: Path) -> runs.Summary:
@@ -192,7 +197,7 @@ def _settings(path: Path) -> tuple[RunConfig, Any]:
 
 def collect(options: argparse.Namespace) -> int:
     """Exit code 1 if a log tells of no run: its job has failed, or not ended yet."""
-    logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(runs.LOGS))
+    logs = _once([expanded(log) for log in options.logs]) or sorted(Path.cwd().glob(runs.LOGS))
     if not logs:
         raise ConfigError(f"{Path.cwd()} has no {runs.LOGS}: go where the jobs were submitted, or give their logs")
     ledger = output_folder(options.output_dir) / LEDGER
