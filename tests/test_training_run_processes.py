@@ -120,6 +120,23 @@ def test_a_signal_while_ranks_build_ends_at_once(data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_signal_ends_a_run_whose_ranks_cannot_be_started(data: Path, tmp_path: Path) -> None:
+    """As where torch is imported from a slow disk, or the process that starts them is stopped."""
+
+    def servers() -> list[psutil.Process]:
+        found = psutil.Process(process.pid).children()
+        return [child for child in found if "forkserver import" in " ".join(child.cmdline())]
+
+    with started(command(data, tmp_path, 100_000)) as process:
+        wait_for(lambda: bool(servers()))
+        servers()[0].suspend()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM, err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "kept"),
     [("training", "step-00000001"), ("in held_out_loss", "no checkpoint"), ("in save", "step-00000001")],

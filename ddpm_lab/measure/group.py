@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -22,7 +22,7 @@ from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
-from ddpm_lab.measure.process import Life, LocalRank, RankJob, own_places, private_folder, server_died
+from ddpm_lab.measure.process import Life, LocalRank, RankJob, own_places, private_folder, server_died, start_server
 
 SLOW_START_SECONDS = 60.0  # minimum limit on silence while the user's code starts, such as imports from a slow disk
 AWAY_SECONDS = 5.0  # a longer gap between clock readings means that this process was stopped, as in a suspended job
@@ -61,9 +61,9 @@ class Limits:
 class Group(AbstractContextManager["Group"]):
     """The ranks of one configuration, which are killed when the context exits.
 
-    Processes are started inside the context ``starting``. ``patience`` returns the longest silence of a rank from now
-    on, whatever the limit. ``how`` has further fields of each ``RankJob``: modules, environment, tree. When the group
-    ends, files of settings that the user's code wrote are added to ``written``.
+    The process that starts ranks is itself started inside the context ``starting``. ``patience`` returns the longest
+    silence of a rank from now on, whatever the limit. ``how`` has further fields of each ``RankJob``: modules,
+    environment, tree. When the group ends, files of settings that the user's code wrote are added to ``written``.
     """
 
     _awake: ClassVar[Group | None] = None  # the group that last received a command
@@ -77,7 +77,7 @@ class Group(AbstractContextManager["Group"]):
         limits: Limits | None = None,
         written: set[str] | None = None,
         progress: Progress = lambda _: None,
-        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        starting: Callable[[], AbstractContextManager[None]] | None = None,
         patience: Callable[[], float] = lambda: math.inf,
         **how: Any,
     ) -> None:
@@ -89,8 +89,10 @@ class Group(AbstractContextManager["Group"]):
         self._private = private_folder()
         self.folder = Path(self._private.name)
         try:
-            with starting():
-                self._start(threads, **how)
+            if starting:
+                with starting():
+                    start_server()
+            self._start(threads, **how)
             built = self._first_reports()
         except BaseException as error:
             self.kill()

@@ -347,6 +347,13 @@ def server_died() -> bool:
     return before is not None and _seen != before
 
 
+def start_server() -> None:
+    """Start the fork server, whose ranks inherit the signals that are blocked now, and do not wait for it."""
+    _server.set_forkserver_preload(["ddpm_lab.measure.preload"])
+    with _fresh_start(sys.path):
+        _server.ensure_running()
+
+
 def _wake_server() -> None:
     """Have the fork server go on where a rank has stopped it: it would start nothing, and this process would wait."""
     if pid := _server._forkserver_pid:
