@@ -8,6 +8,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,6 @@ ROWS = {
     f"bf16 in place of fp32](../image_output/published/{HERE}/03": (HERE, "amp", "tiny, batch 8, 1 rank", "bf16", ""),
     f"bf16 in place of fp32](../image_output/published/{HERE}/07": (HERE, "peers", LEVERS, "", "fp32"),
     "2 loader workers": (HERE, "workers", "training, tiny, batch 8, fp32", "2 workers", ""),
-    "this trainer in place of diffusers": (HERE, "peers", "seed, batch 32", "", "diffusers, tuned"),
     "bf16 in place of fp32, no bf16": (MILAN, "amp", "seed, batch 8, 1 rank", "bf16", ""),
     "| [compiled in place of eager]": (GENOA, "quality", "tiny, batch 8", "compiled", ""),
     "bf16 and fused kernels": (GENOA, "quality", "seed, batch 8", "bf16 with fused kernels", ""),
@@ -303,6 +303,31 @@ def test_timed_once_is_off_by_what_the_readme_says() -> None:
     assert f"say {min(long):.2f} to {max(long):.2f}; of {single.size} timings two say that bf16 is faster" in README
     assert (single > 1).sum() == 2
     assert f"The lab measured {math.exp(np.mean(sets)):.2f} (" in README
+
+
+@pytest.mark.parametrize("name", ["denoising-diffusion-pytorch", "diffusers"])
+def test_time_to_one_loss_is_images_by_their_time(name: str) -> None:
+    """Images to the largest final loss of all six runs, paired by seed; the ends of both intervals are multiplied."""
+    found = re.search(rf"{name} ([\d.]+) \(([\d.]+) to ([\d.]+)\)[^|]*, 3 seeds", README)
+    assert found
+    curves: dict[str, dict[int, list[dict[str, float]]]] = defaultdict(dict)
+    for record in records(GENOA):
+        if (record["experiment"], record["role"]) == ("peers", "quality"):
+            curves[record["label"]][record["config"]["seed"]] = record["quality"]["held_out"]
+    sides = [curves["this trainer"], curves[f"{name}, tuned"]]
+    loss = max(looks[-1]["loss"] for side in sides for looks in side.values())
+    logs = []
+    for seed in range(3):
+        needed = []
+        for side in sides:
+            before, after = next((a, b) for a, b in pairwise(side[seed]) if b["loss"] <= loss)
+            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            needed.append(before["images"] + share * (after["images"] - before["images"]))
+        logs.append(math.log(needed[1] / needed[0]))
+    times = [-log for log in sets_of(GENOA, "peers", "seed, batch 8", f"{name}, tuned")]
+    assert (len(times), f"{math.exp(np.mean(logs) + np.mean(times)):.2f}") == (4, found[1])
+    reach = stats.t.interval(0.95, 2, np.mean(logs), stats.sem(logs))
+    check_interval(float(found[2]) / math.exp(reach[0]), float(found[3]) / math.exp(reach[1]), times)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import records as make
 import setups
 
 from ddpm_lab.explain import phrases
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, TUNED
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, answer, peers
 from ddpm_lab.training.setting import Setup
@@ -42,15 +43,18 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
 
 def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     """Here this trainer reaches the other's final loss after nine tenths of the images, each in 1 / 1.6 of its time."""
-    rival = peer_records.other("a")
-    trials = make.trials({"slow, tuned": (rival, 0.02)}, baseline=peer_records.OWN, seeds=3, seed_noise=0, pair_noise=0)
-    trials = [replace(t, config=replace(t.config, workload=rival.workload)) if t.label != "fp32" else t for t in trials]
-    answered = answer(
-        peer_records.study(*peer_records.against(set_noise=0, turn_noise=0, drift=0), trials=tuple(trials))
-    )
-    ours, theirs = next(rows for caption, rows in answered.tables() if "0.3700" in caption)
-    assert (ours["Images to 0.3700"], theirs["Images to 0.3700"]) == ("7,200", "8,000")
-    assert theirs["Of this trainer's time"].startswith("1.78 ")
-    assert ours["Time to it"] == phrases.seconds(7200 / 32)
-    assert [name for _, _, name in answered.figures()] == ["time_to_loss"]
+    ((_, (row,)),) = trained(worse=0.02).tables()
+    assert (row["Held-out loss"], row["Images to it"], row["This trainer's"]) == ("0.3700", "8,000", "7,200")
+    assert row["Of this trainer's time"].startswith("1.78 ")
+    assert row["Time to it"] == phrases.seconds(1.6 * 8000 / 32)
+    assert [name for _, _, name in trained(worse=0.02).figures()] == ["time_to_loss"]
+    assert not trained(worse=1.0).tables(), "it ends above what this trainer begins with"
     assert not answer(peer_records.study(*peer_records.against())).figures()
+
+
+def trained(*, worse: float) -> Answer:
+    """Three runs of this trainer and of another, whose final loss is larger by so much."""
+    rival, how = peer_records.other("a"), dict[str, Any](seed_noise=0.0, pair_noise=0.0)
+    trials = make.trials({"slow, tuned": (rival, worse)}, baseline=peer_records.OWN, seeds=3, **how)
+    trials = [replace(t, config=replace(t.config, workload=rival.workload)) if t.label != "fp32" else t for t in trials]
+    return answer(peer_records.study(*peer_records.against(set_noise=0, turn_noise=0, drift=0), trials=tuple(trials)))

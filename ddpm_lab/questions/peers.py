@@ -210,14 +210,13 @@ class _Trained(NamedTuple):
 
 
 def _time_to_loss(study: Study) -> tuple[View, ...]:
-    """How long trainers take to the held-out loss that all of their runs reached: figure and table, if any were run."""
+    """How long trainers take to a held-out loss that this one reached too: figure and table, if any were trained."""
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
-        trained = _trained(rows)
-        if len(trained) > 1:
-            least = max(float(quality.curve(run)[1][-1]) for one in trained for run in one.runs.values())
-            caption = f"Time to the held-out loss {least:.4f}, which all runs reached"
-            drawn = partial(_by_time, trained, least, phrases.context(study))
-            return (View(caption, "time_to_loss", drawn, partial(_times_table, trained, least)),)
+        if len(trained := _trained(rows)) > 1:
+            what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
+            caption = f"{rows[0].family}: {what}"
+            drawn = partial(_by_time, trained, phrases.context(study))
+            return (View(caption, "time_to_loss", drawn, partial(_times_table, trained)),)
     return ()
 
 
@@ -239,52 +238,56 @@ def images_to(record: RunRecord, loss: float) -> float:
     return float(np.interp(-loss, -losses[near], images[near]))
 
 
-def _times_table(trained: Sequence[_Trained], loss: float) -> Table:
-    """The time of each trainer to ``loss``, over that of this one.
+def _times_table(trained: Sequence[_Trained]) -> Table:
+    """The time of each other trainer to a loss, over that of this one.
 
     Its interval is of a product: the time for an image over sets, by the images over seeds. The ends of both 95 %
     intervals are multiplied, which makes it wider than it need be.
     """
-    needed = [np.array([images_to(r, loss) for r in one.runs.values()]) for one in trained]
-    table = list[dict[str, str]]()
-    for one, images in zip(trained, needed, strict=True):
-        mean, lead = float(np.exp(np.log(images).mean())), one.row.role == "baseline"
-        of_images, of_time = stats.estimate(np.log(images / needed[0])), one.row.ratio.inverse
+    ours, table = trained[0], list[dict[str, str]]()
+    for one in trained[1:]:
+        both = [*ours.runs.values(), *one.runs.values()]
+        loss = max(float(quality.curve(r)[1][-1]) for r in both)
+        if any(quality.curve(r)[1][0] <= loss for r in both):
+            continue  # one has learned nothing
+        mine, theirs = (np.log([images_to(r, loss) for r in each.runs.values()]) for each in (ours, one))
+        of_images, of_time = stats.estimate(theirs - mine), one.row.ratio.inverse
         ends = {end: getattr(of_images, end) * getattr(of_time, end) for end in ("value", "low", "high")}
+        images = [float(np.exp(logs.mean())) for logs in (theirs, mine)]
         table.append(
             {
                 "Configuration": one.row.label,
-                "Held-out loss at the end": f"{np.mean([quality.final_loss(r) for r in one.runs.values()]):.4f}",
-                f"Images to {loss:.4f}": f"{mean:,.0f}",
-                "Time to it": phrases.seconds(mean * one.seconds),
-                "Of this trainer's time": phrases.DASH if lead else phrases.times(stats.Interval(**ends)),
-                "Seeds": str(len(images)),
+                "Held-out loss": f"{loss:.4f}",
+                "Images to it": f"{images[0]:,.0f}",
+                "This trainer's": f"{images[1]:,.0f}",
+                "Time to it": phrases.seconds(images[0] * one.seconds),
+                "Of this trainer's time": phrases.times(stats.Interval(**ends)),
+                "Seeds": str(len(ours.runs)),
             }
         )
     return table
 
 
-def _by_time(trained: Sequence[_Trained], loss: float, context: str) -> Figure:
+def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
     """Held-out loss of each trainer over its time: images by the seconds that an image takes in the sets."""
     drawn = list[Line]()
     for one in trained:
         curves = [quality.curve(r) for r in one.runs.values()]
-        losses = np.array([np.interp(curves[0][0], *curve) for curve in curves])
+        images = curves[0][0][1:]  # before them the loss falls by most
+        losses = np.array([np.interp(images, *curve) for curve in curves])
         how = {"low": losses.min(0), "high": losses.max(0), "look": "-", "shade": True}
-        drawn.append(Line(name=one.row.label, x=curves[0][0] * one.seconds / 60, y=losses.mean(0), **how))
+        drawn.append(Line(name=one.row.label, x=images * one.seconds / 60, y=losses.mean(0), **how))
     plot = Plot(
         lines=drawn,
         x_label="minutes of training",
         y_label="held-out loss of the averaged weights",
-        log_y=True,
+        heading=trained[0].row.family,
         from_zero=False,
-        level=loss,
         height=3.6,
     )
     note = (
         "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
-        "sets. Each trainer has its own network of about this size; the noise and the images of the loss are the same. "
-        "Dashed: the loss that all runs reached."
+        "sets. Other trainers have networks of their own of about this size; images and noise of the loss are the same."
     )
     return lines([plot], title="Held-out loss over time", context=context, note=note)
 
