@@ -260,7 +260,9 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
     assert tomllib.loads((tmp_path / question.FILE).read_text())["network"] == "tiny"
 
 
-def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthetic: RunConfig) -> None:
+def test_an_answer_is_about_the_images_that_are_asked_for(
+    tmp_path: Path, synthetic: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger, here = Ledger(tmp_path / LEDGER), hardware.machine()
     mine = make.on(here, planted.searched(replace(planted.SPACE, baseline=synthetic)))
     later = replace(mine[0].environment, date="2026-01-06T10:00:00+00:00")
@@ -270,6 +272,10 @@ def test_an_answer_is_about_the_images_that_are_asked_for(tmp_path: Path, synthe
     for how, images in asked:
         shown = experiments.recommendation(minutes=0, output_dir=tmp_path, **how).study
         assert {r.config.data_sha256 for r in shown.records} == {images}
+    for never in ({"image_size": 64}, {"data": Path(synthetic.data).parent}):
+        assert not experiments.recommendation(minutes=0, output_dir=tmp_path, **never).study.records
+    experiments.recommendation(ledger=ledger.path, output_dir=tmp_path, only={"precision": ["fp32"]}, network="tiny")
+    assert capsys.readouterr().out.startswith("note: no effect on records that exist: only; ")
 
 
 def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:

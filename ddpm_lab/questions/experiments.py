@@ -53,6 +53,8 @@ LEAST_MINUTES = 0.5
 SEARCH_SHARE, BESIDE_TRIALS = 0.6, 0.3
 """Share of the time that a search may take; the rest measures again what it found, and trains it if that is asked."""
 Files = Sequence[str | Path] | str | Path
+IMAGES = ("data", "held_out", "image_size")
+"""Settings that say what images are asked about: the answer is about no others, where one is given."""
 
 
 def run(
@@ -199,7 +201,9 @@ def recommendation(
     output, searches = output_folder(output_dir), preset != "quick" if minutes is None else minutes > 0
     of: dict[str, Any] = {name: settings.get(name) for name in ("network", "device")}
     if ledger is not None or machine is not None:
+        _tell_idle(RECOMMENDATION, settings | {"minutes": minutes}, *of, how="without ledger and machine they count")
         return answer(_stored(RECOMMENDATION, output, ledger, machine, workload=workload, **of))
+    named = searches
     if searches:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         base = recommend(minutes=minutes, **settings).experiment.configurations[0]
@@ -208,19 +212,20 @@ def recommendation(
     else:
         used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
         _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
-        images = {} if workload else _images_of(settings, output)
+        images = {} if workload else {"data": _images_of(settings, output)}
+        named = any(settings.get(name) not in (None, getattr(Settings(), name)) for name in IMAGES)
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
-    if not shown.records:
+    if not shown.records and not named:
         shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
     writes = searches and (preset != "smoke" or not (output / FILE).exists())
     return dataclasses.replace(answer(shown), settings=write_settings(shown) if writes else None)
 
 
-def _images_of(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
-    """Hash of the images that settings name; nothing where they were never prepared."""
+def _images_of(settings: Mapping[str, Any], output: Path) -> str:
+    """Hash of the images that settings name; one of no images where they were never prepared."""
     how = {name: settings[name] for name in ("image_size", "held_out", "skip_bad") if name in settings}
     folder, _ = place_of(settings.get("data", "synthetic"), output / PREPARED, **how)
-    return {"data": read_manifest(folder).content_hash} if is_prepared(folder) else {}
+    return read_manifest(folder).content_hash if is_prepared(folder) else "never prepared"
 
 
 def of_training(records: Sequence[RunRecord], workload: str | None) -> list[RunRecord]:
