@@ -153,6 +153,7 @@ def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: 
         monkeypatch.setenv(name, "elsewhere")
         assert code_version().key == before
     for name in (
+        "CXX",
         "LD_PRELOAD",
         "OMP_THREAD_LIMIT",
         "PYTHONMALLOC",

@@ -36,6 +36,7 @@ VARIABLES = (
     *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_", "KMP_", "PYTHONMALLOC", "PYTHONDEVMODE"),
     *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_"),
     *("TORCHINDUCTOR_", "TORCHDYNAMO_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TORCH_DISTRIBUTED_DEBUG"),
+    "CXX",  # what compiles for a CPU
 )
 """How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
 BUT = (
