@@ -23,7 +23,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page, answers, write_index
-from ddpm_lab.files import LEDGER
+from ddpm_lab.files import CHECKOUT, LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions import experiments
 from ddpm_lab.reports import report
@@ -159,21 +159,27 @@ def test_what_the_notebooks_show_is_measured_first_within_the_time(
     asked: dict[str, Any] = {}
 
     def measure(questions: dict[str, Any], seconds: float, **_: Any) -> None:
-        asked.update(questions=list(questions), seconds=seconds)
+        asked.update(questions=questions, seconds=seconds)
 
     monkeypatch.setattr(experiments, "measure_all", measure)
     own = write(tmp_path / "10_own.ipynb", "1", parameters="preset = 1  # own")
     names: list[Path | str] = ["amp", "peers", "recommendation", own]
     minutes: dict[str, Any] = {"03_amp": 0, "06_recommendation": None, "07_peers": None, "10_own": None}
     run(names, tmp_path / "smoke", minutes=9)
-    assert asked["questions"] == ["amp"]
+    assert [*asked["questions"]] == ["amp"]
     assert {name: values.get("minutes") for name, values in copied.items()} == minutes
     run(names, tmp_path / "full", preset="full", minutes=9)
     share = pytest.approx(asked["seconds"] / 2 / 60)
-    assert asked["questions"] == ["amp", "peers"]
+    assert [*asked["questions"]] == ["amp", "peers"]
     shown = {name: values.get("minutes") for name, values in copied.items()}
     assert shown == minutes | {"07_peers": 0, "06_recommendation": share}
     assert 60 * 6 - 4 * report.NOTEBOOK_SECONDS < asked["seconds"] < 60 * 6
+    text = (
+        next((CHECKOUT / "notebooks").glob("*_amp.ipynb")).read_text().replace("batch_size = None", "batch_size = 16")
+    )
+    (edited := tmp_path / "03_amp.ipynb").write_text(text)
+    run([edited], tmp_path / "edited", minutes=9)
+    assert asked["questions"]["amp"]["global_batch_size"] == 16
 
 
 @pytest.mark.usefixtures("copied")

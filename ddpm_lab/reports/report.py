@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -42,7 +43,7 @@ GRACE_SECONDS = 10.0
 """From the request to stop to the end of a notebook that does not obey."""
 DEAD_KERNEL = 138
 """Exit status of papermill."""
-_SHOWING = ("bands", "minutes", "published")
+_SHOWING = ("bands", "minutes", "published", "ledger", "machine")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
 Say = Callable[[str], None]
 NOTEBOOK_SECONDS = 5.0
@@ -190,10 +191,11 @@ class Report:
             and "minutes" not in values
             and (full or not (name == RECOMMENDATION or known[name].about.long))
         }
+        every = {name: _defaults(file) | self.values[file] for name, file in names.items()}
         asked = {
-            name: {k: v for k, v in self.values[file].items() if k not in _SHOWING}
-            for name, file in names.items()
-            if not self.values[file].keys() & {"ledger", "machine"}
+            name: {k: v for k, v in values.items() if k not in _SHOWING}
+            for name, values in every.items()
+            if values.get("ledger") is None and values.get("machine") is None
         }
         seconds -= self.elapsed().total_seconds() + NOTEBOOK_SECONDS * len(self.values)
         for file in names.values():  # all but the search measure nothing by themselves
@@ -284,6 +286,16 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
             listed = ", ".join(file.stem for file in numbered)
             raise ConfigError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
     return sorted(chosen, key=lambda file: file.stem)
+
+
+def _defaults(notebook: Path) -> dict[str, Any]:
+    """The parameters of a notebook as they stand in it, which its reader may have edited."""
+    found = {name: parameter["default"] for name, parameter in papermill.inspect_notebook(notebook).items()}
+    values = dict[str, Any]()
+    for name, text in found.items():
+        with suppress(ValueError, SyntaxError):  # an expression is known when the notebook runs
+            values[name] = ast.literal_eval(text)
+    return values
 
 
 def load(path: Path) -> Any:
