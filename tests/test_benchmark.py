@@ -225,3 +225,7 @@ def test_a_smoke_benchmark_is_measured_once_and_goes_on(
     ledger = (folder / "trace_output" / "ledger.jsonl").read_bytes()
     assert call("benchmark", "--preset", "smoke", "--output-dir", folder)[0] == 0
     assert (folder / "trace_output" / "ledger.jsonl").read_bytes() == ledger, "everything was there"
+    for words in (("--seed", "1"), ()):
+        assert call("benchmark", "--preset", "smoke", "--output-dir", folder, *words)[0] == 0
+        shown = json.loads((folder / "benchmark_results.json").read_text())
+        assert (shown == found) is (not words), "what was asked for, and not what was measured last"

@@ -17,7 +17,6 @@ from ddpm_lab.cli.options import COMMON, Command, asked, given, refuse_others, t
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.files import LEDGER, PREPARED, configuration, expanded, ledgers, output_folder, read_settings
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.output import say
 from ddpm_lab.questions import experiments
@@ -107,11 +106,11 @@ def benchmark(options: argparse.Namespace) -> int:
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
     folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
-    source, machine = options.ledger or folder / LEDGER, options.machine
+    source, planned = options.ledger or folder / LEDGER, list[Campaign]()
     if options.ledger:
         refuse_others(options, "ledger", "machine", "output_dir", why="--ledger reads records")
     else:
-        machine, planned = hardware.machine().key, plan(options, folder)
+        planned = plan(options, folder)
         minutes = options.minutes or max(1, round(sum(one.forecast() for one in planned) / 60))
         again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
         say(f"results go to {folder}; about {minutes:g} min; stopped, {again}", error=True)
@@ -123,9 +122,11 @@ def benchmark(options: argparse.Namespace) -> int:
         return 0
     from ddpm_lab.reports import benchmark  # noqa: PLC0415 - needs Matplotlib
 
-    output = None if options.ledger else folder
-    shown = experiments.run("multi_gpu", ledger=source, machine=machine, output_dir=output)
-    study = benchmark.of_last(shown.study)
+    if planned:
+        asked = planned[-1].experiment.configurations[0]
+        study = benchmark.of_last(experiments.measured_here("multi_gpu", folder, data=asked.data_sha256), asked)
+    else:
+        study = benchmark.of_last(experiments.run("multi_gpu", ledger=source, machine=options.machine).study)
     found = benchmark.rows(study)
     if not found:
         where = ", ".join(map(str, source)) if isinstance(source, list) else source

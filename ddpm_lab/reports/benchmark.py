@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import charts, findings, machine_state, pages, phrases, stats
 from ddpm_lab.explain.answer import COLOURS, MEANING
 from ddpm_lab.explain.bands import Bands
@@ -55,14 +56,17 @@ def rows(study: Study) -> list[Comparison]:
     return sorted(found, key=lambda r: (r.scaling != "weak", multi_gpu.batch_of(r), r.family, r.ranks))
 
 
-def of_last(study: Study) -> Study:
-    """The records of the network and settings that were measured last: a table of batches has no place for others."""
+def of_last(study: Study, asked: RunConfig | None = None) -> Study:
+    """The records of the network and settings that were measured last, or ``asked`` for.
+
+    A table of batches has no place for others.
+    """
     claimed = {r.baseline_id for r in study.records if r.role == "candidate" and not r.mechanism_only}
     bases = [r for r in study.records if r.role == "baseline" and not r.family.endswith(LOST)]
     bases = [r for r in bases if r.baseline_id in claimed] or bases
     if not bases:
         return study
-    last = bases[-1].config
+    last = asked or bases[-1].config
     mine = {r.baseline_id for r in bases if r.config.differences(last).keys() <= _VARIED}
 
     def kept(r: RunRecord) -> bool:
