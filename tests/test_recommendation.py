@@ -301,6 +301,10 @@ def test_the_command_of_an_open_page_is_about_what_it_shows() -> None:
         found = answer(study(records)).finding
         assert found.status in (stats.INCONCLUSIVE, stats.TOO_FEW, quality.NOT_MEASURED)
         assert found.way_out == f"ddpm-lab {way_out}"
+    beside = answer(study(amp(1.6), busy)).finding
+    assert "bf16 is 60 % faster" in beside.headline
+    assert "The search has no answer yet: " in beside.claim, "whose answer is another question's"
+    assert beside.way_out == "ddpm-lab recommend --network tiny --batch-size 8"
     assert answer(replace(study(), output_dir=Path("/mine"))).finding.way_out == "ddpm-lab report --output-dir /mine"
 
 

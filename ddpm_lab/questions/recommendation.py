@@ -545,6 +545,10 @@ def answer(study: Study) -> Answer:
                 more = _of_search(searched)
                 found = replace(found, notes=(f"The search: {more.headline}.", *found.notes), way_out=more.way_out)
             views.append(View(caption=again, name="search", figure=steps, table=lambda: steps_table(searched)))
+    elif rows and _last_search(study) and (lost := _nothing(study)).headline == findings.ALL_DISTURBED:
+        found = replace(
+            found, notes=(f"The search has {phrases.within(lost.headline)}.", *found.notes), way_out=lost.way_out
+        )
     return Answer(study=study, finding=found, figure=figure, table=table, views=views)
 
 
