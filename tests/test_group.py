@@ -182,8 +182,8 @@ def test_the_process_that_starts_ranks_goes_on_where_one_of_them_has_stopped_it(
 
 def test_a_copy_of_a_rank_does_not_answer_in_its_place() -> None:
     with group(busy_config(fault="fork")) as g, pytest.raises(GroupFailed, match="both processes make its steps"):
-        for _ in range(200):  # until the copy is the first to hear a command
-            g.window(settle=0, steps=3, limit=30, stage="testing")
+        # Until the copy is the first to hear a command.
+        [g.window(settle=0, steps=3, limit=30, stage="testing") for _ in range(200)]
 
 
 def test_a_group_is_seen_off_again_where_a_signal_came_before_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
