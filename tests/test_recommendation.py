@@ -23,7 +23,7 @@ from ddpm_lab.explain.selection import Study
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import LOST, RECOMMENDATION, SEARCH, WEAK, Experiment, Family, Value
+from ddpm_lab.plan import BATCH, LOST, PRESETS, RECOMMENDATION, SEARCH, WEAK, Experiment, Family, Value
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
 from ddpm_lab.questions.ask import answer
@@ -258,6 +258,23 @@ def test_a_search_without_an_answer_names_no_file(call: Call, tmp_path: Path, mo
         assert (code, f"settings: {tmp_path}" in out, "settings: none" in out) == (0, first, not first)
         assert ("; settings for speed are left to train" in out) is first, "what the file says of itself"
     assert tomllib.loads((tmp_path / question.FILE).read_text())["network"] == "tiny"
+
+
+def test_the_answer_to_a_search_is_of_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try with smoke, whose sets hide no others, sets out from a batch of its own."""
+    larger = replace(planted.BASE, global_batch_size=16)
+    (short := {**planted.SPACE.settings}).pop(BATCH)
+    tried = planted.searched(
+        replace(planted.SPACE, baseline=larger, settings=short), plan=PRESETS["smoke"].plan, seed=1
+    )
+    Ledger(tmp_path / LEDGER).append(make.on(hardware.machine(), [*planted.searched(), *tried]))
+    done = functools.wraps(experiments.recommend)(lambda **_: SimpleNamespace(experiment=asked))
+    monkeypatch.setattr(experiments, "recommend", done)
+    for base in (planted.BASE, larger):
+        asked = SimpleNamespace(configurations=[base])
+        found = recommendation(experiments.recommendation(preset="smoke", output_dir=tmp_path).study)
+        assert found is not None
+        assert found.space.baseline == base
 
 
 def test_an_answer_is_about_the_images_that_are_asked_for(

@@ -40,7 +40,7 @@ from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Family,
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Settings, plan_question, seconds_of
-from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, write_settings
+from ddpm_lab.questions.recommendation import FILE, OTHER_WORK, SEARCHED, write_settings
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import TWIN, RunRecord, crowded
 from ddpm_lab.training.setting import OWN_DATA, own_data, usual_device
@@ -208,7 +208,7 @@ def recommendation(
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         base = recommend(minutes=minutes, **settings).experiment.configurations[0]
         of = {"network": None if base.is_own else base.network, "device": base.device}
-        images = {"data": base.data_sha256}
+        images = {"data": base.data_sha256, "searched": base.run_id}
     else:
         used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
         _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
@@ -235,11 +235,19 @@ def of_training(records: Sequence[RunRecord], workload: str | None) -> list[RunR
 
 
 def _stored(
-    name: str, output: Path, ledger: Files | None, machine: str | None, *, workload: str | None = None, **of: Any
+    name: str,
+    output: Path,
+    ledger: Files | None,
+    machine: str | None,
+    *,
+    workload: str | None = None,
+    searched: str | None = None,
+    **of: Any,
 ) -> Study:
     """The records that answer a question, of the lab's trainer where it has any, else of the last of the user's.
 
-    Those ``of`` a network, device and data, where these are named.
+    Those ``of`` a network, device and data, where these are named, and of searches that set out from ``searched`` (a
+    run id).
     """
     records, damaged = read_all(ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output))
     note(damaged)
@@ -249,6 +257,8 @@ def _stored(
     other = () if name != RECOMMENDATION else ("profile", *OTHER_WORK)
     asked = [r for r in records if r.experiment == name or (other and r.experiment not in other)]
     found = of_training(records, workload)
+    if searched is not None:
+        found = [r for r in found if r.role == TRIAL or r.experiment not in SEARCHED or r.baseline_id == searched]
     if workload is None and of.get("network") is None and asked and set(asked).isdisjoint(found):
         found = [r for r in records if r.cohort[2] == asked[-1].cohort[2]]
     shown = study(selection.about(selection.with_looks(found, records), **of), name, machine=machine, output_dir=output)
