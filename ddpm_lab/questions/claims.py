@@ -173,11 +173,12 @@ class Records:
             name: replace(study, experiment=name, records=tuple(r for r in every if r.experiment == name))
             for name in {r.experiment for r in every}
         }
-        last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", "wrong")), "")
+        latest = next((r for r in reversed(study.records) if r.role in ("baseline", "wrong")), None)
+        last, self.network = (latest.baseline_id, latest.config.network) if latest else ("", "")
         wrong = [r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last)]
         self.ways: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
-        latest = {(r.label, r.config.seed): r for r in sorted(wrong, key=lambda r: r.config.seed)}
-        for (label, seed), r in latest.items():
+        by_seed = {(r.label, r.config.seed): r for r in sorted(wrong, key=lambda r: r.config.seed)}
+        for (label, seed), r in by_seed.items():
             begun = {"begun": r.stages.get("start", 0.0) + r.stages.get("build", 0.0)}
             for way, result in (r.profile or {}).get("wrong_ways", {}).items():
                 if isinstance(result, dict) and [] not in result.values():
@@ -418,10 +419,14 @@ def judged(study: Study) -> list[tuple[Claim, Judged]]:
 
 
 def _rows(claim: Claim, records: Records) -> list[Comparison]:
-    """Comparisons with a speed of the questions that a claim is about, in their order."""
+    """Comparisons with a speed of the questions that a claim is about, those of the network in question first."""
     studies = [records.studies[name] for name in claim.questions if name in records.studies]
     found = [r for s in studies for r in comparisons(s) if r.role == "candidate" and r.sets and not r.loader_alone]
-    return sorted(found, key=lambda r: bool(claim.scaling) and scaling(r.family) != claim.scaling)
+
+    def apart(r: Comparison) -> tuple[bool, bool]:
+        return bool(claim.scaling) and scaling(r.family) != claim.scaling, r.config.network != records.network
+
+    return sorted(found, key=apart)
 
 
 def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
