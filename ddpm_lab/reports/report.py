@@ -183,19 +183,18 @@ class Report:
         The search is one of its own, and gets an equal share of the time.
         """
         known, full = every_question(), self.given["preset"] == "full"
+        every = {file: _defaults(file) | values for file, values in self.values.items()}
         names = {
             name: file
-            for file, values in self.values.items()
+            for file, values in every.items()
             if (name := file.stem.partition("_")[2]) in known  # one of the user's own measures by itself
-            and "minutes" in papermill.inspect_notebook(file)
-            and "minutes" not in values
-            and (full or not (name == RECOMMENDATION or known[name].about.long))
+            and "minutes" in values.keys() - self.values[file].keys()
+            and (full or values.get("published") is False or not (name == RECOMMENDATION or known[name].about.long))
         }
-        every = {name: _defaults(file) | self.values[file] for name, file in names.items()}
         asked = {
-            name: {k: v for k, v in values.items() if k not in _SHOWING}
-            for name, values in every.items()
-            if values.get("ledger") is None and values.get("machine") is None
+            name: {k: v for k, v in every[file].items() if k not in _SHOWING}
+            for name, file in names.items()
+            if every[file].get("ledger") is None and every[file].get("machine") is None
         }
         seconds -= self.elapsed().total_seconds() + NOTEBOOK_SECONDS * len(self.values)
         for file in names.values():  # all but the search measure nothing by themselves
