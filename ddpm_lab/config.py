@@ -49,7 +49,7 @@ OWN_CHOICES: dict[str, Any] = {
 }
 """Allowed values for the user's own training, of settings for which the lab's own trainer allows more."""
 TRAINING = "ddpm_lab.training.training:training"
-PEERS = "ddpm_lab.training.peers:"
+PEER_WORKLOADS = "ddpm_lab.training.peers:"
 """Beginning of the workloads that are other people's trainers."""
 CHECK = "ddpm_lab.training.gradient_check:gradient_check"
 COMMAND = "ddpm_lab.measure.command:command"
@@ -268,7 +268,7 @@ class RunConfig:
     @property
     def own_options(self) -> tuple[tuple[str, Any], ...]:
         """The options that identify the user's own training, or another trainer; empty for the lab's own."""
-        others = self.is_own or self.workload.startswith(PEERS)
+        others = self.is_own or self.workload.startswith(PEER_WORKLOADS)
         return tuple((k, v) for k, v in self.options if k not in TRIAL_OPTIONS) if others else ()
 
     @property

@@ -8,7 +8,7 @@ import records as make
 from cells import column
 from setups import setup
 
-from ddpm_lab.config import CHECK, PEERS, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, PEER_WORKLOADS, TRAINING, RunConfig
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.plan import NOT_TRAINED, TUNED, Experiment, Trial
@@ -54,7 +54,7 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
         assert t.timed is not None
         assert (t.family, t.timed.run_id) in timed
         assert t.config.exchange.enabled, "ranks that exchange nothing do not train"
-        ours = t.config.implementation == "lab" and not t.config.workload.startswith(PEERS)
+        ours = t.config.implementation == "lab" and not t.config.workload.startswith(PEER_WORKLOADS)
         assert ours or t.label.endswith(TUNED), "others as they come"
         if name == "batch_size":
             assert t.config.option("images", 0) % t.config.global_batch_size == 0, "equal images, or none compare"

@@ -18,7 +18,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DDPM, OWN, PEERS, TRAINING, RunConfig
+from ddpm_lab.config import DDPM, OWN, PEER_WORKLOADS, TRAINING, RunConfig
 from ddpm_lab.declared import reader
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain import table as tables
@@ -47,7 +47,7 @@ NO_SUMMARY = "no summary found"
 MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
-TRAINED = (DDPM, TRAINING, OWN, PEERS)
+TRAINED = (DDPM, TRAINING, OWN, PEER_WORKLOADS)
 """How the lab's workloads that train are named; of all others those of its own have no epochs and losses."""
 
 
