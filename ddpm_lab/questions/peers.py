@@ -214,7 +214,7 @@ def _time_to_loss(study: Study) -> tuple[View, ...]:
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
         if len(trained := _trained(rows)) > 1:
             what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
-            caption = f"{rows[0].family}: {what}"
+            caption = f"{rows[0].family}: {what}, by each one's own average of the weights, which may lag in short runs"
             drawn = partial(_by_time, trained, phrases.context(study))
             return (View(caption, "time_to_loss", drawn, partial(_times_table, trained)),)
     return ()
@@ -287,7 +287,8 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
     )
     note = (
         "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
-        "sets. Other trainers have networks of their own of about this size; images and noise of the loss are the same."
+        "sets. Other trainers have networks and averages of their own: an average that remembers as many steps as were "
+        "trained lags, as that of denoising-diffusion-pytorch does after hundreds of steps."
     )
     return lines([plot], title="Held-out loss over time", context=context, note=note)
 
