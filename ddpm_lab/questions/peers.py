@@ -214,7 +214,7 @@ def _time_to_loss(study: Study) -> tuple[View, ...]:
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
         if len(trained := _trained(rows)) > 1:
             what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
-            caption = f"{rows[0].family}: {what}, by each one's own average of the weights, which may lag in short runs"
+            caption = f"{rows[0].family}: {what}"
             drawn = partial(_by_time, trained, phrases.context(study))
             return (View(caption, "time_to_loss", drawn, partial(_times_table, trained)),)
     return ()
@@ -280,15 +280,15 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
     plot = Plot(
         lines=drawn,
         x_label="minutes of training",
-        y_label="held-out loss of the averaged weights",
+        y_label="held-out loss",
         heading=trained[0].row.family,
         from_zero=False,
         height=3.6,
     )
     note = (
         "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
-        "sets. Other trainers have networks and averages of their own: an average that remembers as many steps as were "
-        "trained lags, as that of denoising-diffusion-pytorch does after hundreds of steps."
+        "sets. Others have networks of their own, and are judged by their averaged or their trained weights, whichever "
+        "are better; this trainer and the published code by the averaged."
     )
     return lines([plot], title="Held-out loss over time", context=context, note=note)
 

@@ -9,7 +9,7 @@ noise are drawn as they draw them.
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,15 +33,15 @@ class Theirs(NamedTuple):
     """What is a project's own in a step.
 
     ``unet`` makes the network of ``model`` once more, for counting; ``loss(model, images)`` takes images in [-1, 1];
-    ``average`` moves the average of the weights after every step, and ``averaged`` makes a network of it, in fp32;
-    ``seen`` reads back settings of the project's own.
+    ``average`` moves the average of the weights after every step; ``judged`` makes two networks in fp32, of that
+    average and of the trained weights; ``seen`` reads back settings of the project's own.
     """
 
     model: nn.Module
     unet: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     average: Callable[[], object]
-    averaged: Callable[[], Callable[[Tensor, Tensor], Tensor]]
+    judged: Callable[[], Sequence[Callable[[Tensor, Tensor], Tensor]]]
     seen: Callable[[], dict[str, Any]]
 
 
@@ -69,13 +69,14 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
         flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
         return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    def averaged() -> Any:
-        network = unet().to(context.device)
-        network.load_state_dict(average.ema_model.model.state_dict())
-        return network
+    def judged() -> list[Any]:
+        networks = [unet().to(context.device) for _ in range(2)]
+        for network, weights in zip(networks, (average.ema_model, diffusion), strict=True):
+            network.load_state_dict(weights.model.state_dict())
+        return networks
 
     loss: Any = lambda model, images: model(images)  # noqa: E731
-    return Peer(config, context, Theirs(diffusion, unet, loss, average.update, averaged, seen))
+    return Peer(config, context, Theirs(diffusion, unet, loss, average.update, judged, seen))
 
 
 def diffusers(config: RunConfig, context: RankContext) -> "Peer":
@@ -115,13 +116,15 @@ def diffusers(config: RunConfig, context: RankContext) -> "Peer":
         noisy = scheduler.add_noise(images, noise, t)
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
-    def averaged() -> Callable[[Tensor, Tensor], Tensor]:
-        judged = unet().to(context.device)
-        average.copy_to(judged.parameters())
-        return lambda x, t: judged(x, t, return_dict=False)[0]
+    def judged() -> list[Callable[[Tensor, Tensor], Tensor]]:
+        averaged, trained = unet().to(context.device), unet().to(context.device)
+        average.copy_to(averaged.parameters())
+        trained.load_state_dict(network.state_dict())
+        predict: Callable[[Any, Tensor, Tensor], Tensor] = lambda model, x, t: model(x, t, return_dict=False)[0]  # noqa: E731
+        return [partial(predict, model) for model in (averaged, trained)]
 
     ema = {True: "foreach", False: "loop"}
-    return Peer(config, context, Theirs(network, unet, loss, update, averaged, lambda: {"ema": ema[average.foreach]}))
+    return Peer(config, context, Theirs(network, unet, loss, update, judged, lambda: {"ema": ema[average.foreach]}))
 
 
 def _modules(name: str, config: RunConfig, networks: tuple[str, ...], *modules: str) -> list[Any]:
@@ -163,10 +166,13 @@ class Peer(Step):
         self.theirs.average()
 
     def held_out_loss(self, *, draws: int) -> dict[str, Any]:
-        """Loss of the project's own average of the weights, by the lab's schedule, images and noise."""
+        """Loss of the project's own average of the weights or of the trained weights, by the lab's images and noise.
+
+        It is the lower of both: an average that remembers as many steps as were trained lags behind the weights.
+        """
         with torch.random.fork_rng(devices=()):  # a new network draws its first weights; training goes on as without
-            network = self.theirs.averaged()
-        return held_out_loss(self, network, draws)
+            networks = self.theirs.judged()
+        return min((held_out_loss(self, each, draws) for each in networks), key=lambda found: float(found["loss"]))
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
