@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import records as make
 from bottleneck_records import profiled, study, told
@@ -31,6 +32,7 @@ from ddpm_lab.questions.bottleneck import (
     markdown,
 )
 from ddpm_lab.questions.recommendation import Change
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import own_data
 
 CONFIG = RunConfig(global_batch_size=8)
@@ -77,6 +79,26 @@ def test_compiles_that_take_more_than_half_of_the_time_are_left_out_with_the_rea
     compiled = dict(asked.families[0].candidates)["compiled"]
     done = make.record(compiled, role="cold", label="x", compile_cache="cold", stages={"compile": 150.0})
     assert fitting(asked, 119, Held([done])) == asked, "it is compiled already"
+
+
+def test_networks_stand_side_by_side_on_one_scale() -> None:
+    """Each change at its ratio in each network's panel, a gap where none was measured; one network has no such view."""
+    planted = {"tiny": {"bf16": 0.8, "fused kernels": 1.2}, "seed": {"bf16": 1.6}}
+    shown = list[RunRecord]()
+    for network, ratios in planted.items():
+        assert question.answer(study(*shown)).figures() == []
+        base = replace(CONFIG, network=network)
+        changed = {"bf16": replace(base, precision="bf16"), "fused kernels": replace(base, channels_last=True)}
+        rows = {name: (changed[name], ratio) for name, ratio in ratios.items()}
+        family = f"{network}, batch 8, 1 rank{question.CHANGES}"
+        shown += make.sets(rows, baseline=base, experiment="bottleneck", family=family)
+    ((_, figure, name),) = question.answer(study(*shown)).figures()
+    assert name == "by_network"
+    assert [ax.get_title("left") for ax in figure.axes] == ["tiny, batch 8", "seed, batch 8"]
+    assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
+    for ax, ratios in zip(figure.axes, planted.values(), strict=True):
+        points = [float(np.ravel(line.get_xdata())[0]) for line in ax.lines if line.get_marker() == "o"]
+        assert points == pytest.approx(list(ratios.values()), rel=0.03)
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------

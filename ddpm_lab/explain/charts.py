@@ -262,12 +262,12 @@ def forest(
 ) -> Figure:
     """Draw rows of points with intervals: panels below each other share an axis, those ``beside`` share the names.
 
-    An interval that is absurdly wide ends with an arrow at the edge of the axis.
+    Panels of one reference have one scale. An absurdly wide interval ends with an arrow at the edge of the axis.
     """
     with style():
         figure, axes, _ = row_panels(panels, title, context, note, label, beside=beside)
         for ax, panel in zip(axes, panels, strict=True):
-            _forest_axis(ax, [panel] if beside else panels, ticks=4 if beside else 7)
+            _forest_axis(ax, [p for p in panels if p.reference == panel.reference], ticks=4 if beside else 7)
             if panel.reference is not None:
                 ax.axvline(panel.reference, color=SOFT, lw=1.2, zorder=1)
             if panel.band is not None:

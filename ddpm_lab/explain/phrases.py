@@ -153,11 +153,12 @@ def context(study: Study, *, batch: bool = True) -> str:
     if batch and (ours or own):
         parts.append(f"batch {joined(sorted({c.global_batch_size for c in configs}))}")
     parts += [joined(r.data_name for r in shown if r.data_name), study.date]
-    if measured := [r for r in shown if r.role == "baseline" and r.windows]:
+    timed = [r for r in shown if r.role in ("baseline", "candidate") and r.windows]
+    if measured := [r for r in timed if r.role == "candidate"] or timed:
         # Sets that others disturbed are in no ratio; where there are no others, their speed is all that is shown.
         lost = crowded_sets(shown)
         measured = [r for r in measured if r.set_id not in lost] or measured
-        sets = Counter((r.experiment, r.family, r.baseline_id) for r in measured).values()
+        sets = Counter((r.experiment, r.family, r.run_id, r.baseline_id) for r in measured).values()
         turns = {len(r.windows) for r in measured}
         ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
         parts.append(" of ".join(f"{low} to " * (low < high) + plural(high, noun) for low, high, noun in ranges))

@@ -6,17 +6,21 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
+from ddpm_lab.config import DDPM, NETWORKS, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
-from ddpm_lab.explain import findings, machine_state, pages, phrases, quality
+from ddpm_lab.explain import findings, machine_state, pages, phrases, quality, stats
 from ddpm_lab.explain import table as tables
+from ddpm_lab.explain.answer import MEANING, Answer, View, band, speeds
+from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.bands import documents
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
+from ddpm_lab.explain.charts import Figure, Panel, Row, forest
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons, families
 from ddpm_lab.explain.selection import Study, once, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
@@ -34,7 +38,7 @@ QUESTION = Question(title="What should be changed next?", file="bottleneck")
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5  # share of the time that cold compiles may take: the rest is for what they are compared with
-SIZES = ", batch sizes"
+CHANGES, SIZES = ", one change at a time", ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
@@ -82,7 +86,7 @@ def bottleneck(
     if only is None:
         only = [*list(offered)[:3], f"batch {2 * batch}"] if setup.preset == "smoke" else [*offered]
     name, families = setup.family_name(batch, world_size), []
-    for what, same in ((", one change at a time", True), (SIZES, False)):
+    for what, same in ((CHANGES, True), (SIZES, False)):
         rows = tuple((n, c) for n, c in offered.items() if n in only and (c.global_batch_size == batch) is same)
         if rows:
             families.append(Family(name=name + what, baseline=config, baseline_label=BASELINE, candidates=rows))
@@ -142,6 +146,48 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
             if able and (other := replace(config, **settings)) != config:
                 found[name] = other
     return found
+
+
+# --- the answer: each change, and what it depends on ------------------------------------------------------------------
+
+
+def answer(study: Study) -> Answer:
+    """The speed of every change; where several networks or batches were measured, side by side too."""
+    view = View("What one change does depends on network and batch", "by_network", partial(_by_network, study))
+    return speeds(study, findings.compared(study), views=[view])
+
+
+def _by_network(study: Study) -> Figure | None:
+    """A panel for each network and batch, from the smallest; None if there are not two."""
+    every = [[r for r in rows if r.sets] for rows in families(comparisons(study)) if rows[0].family.endswith(CHANGES)]
+    shown = sorted(
+        (rows for rows in every if len(rows) > 1),
+        key=lambda rows: (list(NETWORKS).index(rows[0].config.network), rows[0].batch),
+    )
+    if len(shown) < 2:
+        return None
+    panels, found = list[Panel](), dict[str, list[Comparison]]()
+    labels = dict.fromkeys(r.label for rows in shown for r in rows if r.role == "candidate")
+    for rows in shown:
+        known = {r.label: r for r in rows if r.role == "candidate"}
+        cells = [
+            replace(ratio_row(known[name]), text="", dots=()) if name in known else Row(name=name) for name in labels
+        ]
+        head = rows[0].family.removesuffix(CHANGES).removesuffix(", 1 rank")
+        panels.append(Panel(rows=cells, heading=head, reference=1, band=band(rows)))
+        for name, row in known.items():
+            found.setdefault(name, []).append(row)
+    contrary = [rows for rows in found.values() if {stats.FASTER, stats.SLOWER} <= {r.verdict for r in rows}]
+    most = max(contrary or found.values(), key=lambda rows: max(r.ratio.value for r in rows))
+    ends = [end(r.ratio.value for r in most) for end in (min, max)]
+    return forest(
+        panels,
+        title=f"{most[0].label} trains {ends[0]:.2f} to {ends[1]:.2f} times as fast: it depends on the network",
+        context=phrases.context(study),
+        note=f"Speed relative to the same step without the change, with its 95 % interval. {MEANING} "
+        "Band: the baseline repeated.",
+        beside=True,
+    )
 
 
 # --- the configuration in question ------------------------------------------------------------------------------------

@@ -316,9 +316,11 @@ def _fault_figure(study: Study) -> Figure | None:
     most = max((read.ratio.value for _, read in found if math.isfinite(read.ratio.value)), default=1.0)
     rows = []
     for key, read in found:
-        value = min(read.ratio.value, 1.4 * most)  # of a true value of zero: beyond all others
-        low, high = read.ratio.ends
-        rows.append(Row(name=FAULTS[key].name, value=value, low=low, high=high, colour=BAD, text=read.factor()))
+        name, (low, high) = FAULTS[key].name, read.ratio.ends
+        if math.isinf(read.ratio.value):
+            rows.append(Row(name=name, missing=read.factor()))
+        else:
+            rows.append(Row(name=name, value=read.ratio.value, low=low, high=high, colour=BAD, text=read.factor()))
     return forest(
         [Panel(rows=rows, reference=1)],
         title=f"Wrong ways of measuring report up to {phrases.significant(most)} times the true value",
@@ -354,12 +356,12 @@ def pair_figure(study: Study) -> Figure | None:
     rows = [Row(name=n, value=_mean(d).value, dots=d, text=ends(d)) for n, d in read.items() if len(d) > 1]
     if not rows:
         return None
-    every = ends([dot for row in rows for dot in row.dots], 2)
+    longest = f"{rows[-1].name} say {ends(rows[-1].dots, 2)}"
     mine = tuple(r for r in study.records if r.config.global_batch_size == pair.batch)
     rows.append(drawn(pair, "in turns: a dot for each set"))
     return forest(
         [Panel(rows=rows, reference=pair.ratio.value)],
-        title=f"One timing says {pair.label} is {every} times as fast as fp32; it is {phrases.times(pair.ratio)} times",
+        title=f"{pair.label}: {longest} times as fast, sets in turns {phrases.times(pair.ratio)}",
         context=phrases.context(replace(study, records=mine)),
         note=f"A small dot is one timing, in fresh processes, {max(len(row.dots) for row in rows[:-1])} of each way; "
         "at the right the least and the most. Large dots: geometric means. Last row: this lab's ratio, 95 % interval.",

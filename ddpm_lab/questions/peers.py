@@ -238,34 +238,46 @@ def images_to(record: RunRecord, loss: float) -> float:
     return float(np.interp(-loss, -losses[near], images[near]))
 
 
-def _times_table(trained: Sequence[_Trained]) -> Table:
-    """The time of each other trainer to a loss, over that of this one.
+class _ToLoss(NamedTuple):
+    """A held-out loss, the images that another trainer and this one took to it, and the ratio of their times."""
 
-    Its interval is of a product: the time for an image over sets, by the images over seeds. The ends of both 95 %
-    intervals are multiplied, which makes it wider than it need be.
+    other: _Trained
+    loss: float
+    images: tuple[float, float]
+    ratio: stats.Interval
+
+
+def _to_loss(trained: Sequence[_Trained]) -> Iterator[_ToLoss]:
+    """Each other trainer beside this one, where both have learned something.
+
+    The ratio's interval is of a product: the time for an image over sets, by the images over seeds. The ends of both
+    95 % intervals are multiplied, which makes it wider than it need be.
     """
-    ours, table = trained[0], list[dict[str, str]]()
+    ours = trained[0]
     for one in trained[1:]:
         both = [*ours.runs.values(), *one.runs.values()]
         loss = max(float(quality.curve(r)[1][-1]) for r in both)
         if any(quality.curve(r)[1][0] <= loss for r in both):
-            continue  # one has learned nothing
+            continue
         mine, theirs = (np.log([images_to(r, loss) for r in each.runs.values()]) for each in (ours, one))
         of_images, of_time = stats.estimate(theirs - mine), one.row.ratio.inverse
         ends = {end: getattr(of_images, end) * getattr(of_time, end) for end in ("value", "low", "high")}
-        images = [float(np.exp(logs.mean())) for logs in (theirs, mine)]
-        table.append(
-            {
-                "Configuration": one.row.label,
-                "Held-out loss": f"{loss:.4f}",
-                "Images to it": f"{images[0]:,.0f}",
-                "This trainer's": f"{images[1]:,.0f}",
-                "Time to it": phrases.seconds(images[0] * one.seconds),
-                "Of this trainer's time": phrases.times(stats.Interval(**ends)),
-                "Seeds": str(len(ours.runs)),
-            }
-        )
-    return table
+        yield _ToLoss(one, loss, (float(np.exp(theirs.mean())), float(np.exp(mine.mean()))), stats.Interval(**ends))
+
+
+def _times_table(trained: Sequence[_Trained]) -> Table:
+    return [
+        {
+            "Configuration": found.other.row.label,
+            "Held-out loss": f"{found.loss:.4f}",
+            "Images to it": f"{found.images[0]:,.0f}",
+            "This trainer's": f"{found.images[1]:,.0f}",
+            "Time to it": phrases.seconds(found.images[0] * found.other.seconds),
+            "Of this trainer's time": phrases.times(found.ratio),
+            "Seeds": str(len(trained[0].runs)),
+        }
+        for found in _to_loss(trained)
+    ]
 
 
 def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
@@ -275,12 +287,12 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         curves = [quality.curve(r) for r in one.runs.values()]
         images = curves[0][0][1:]  # before them the loss falls by most
         losses = np.array([np.interp(images, *curve) for curve in curves])
-        how = {"low": losses.min(0), "high": losses.max(0), "look": "-", "shade": True}
+        how = {"low": losses.min(0), "high": losses.max(0), "shade": True}
         drawn.append(Line(name=one.row.label, x=images * one.seconds / 60, y=losses.mean(0), **how))
     plot = Plot(
         lines=drawn,
         x_label="minutes of training",
-        y_label="held-out loss",
+        y_label=f"held-out {trained[0].row.config.diffusion.loss.upper()} loss",
         heading=trained[0].row.family,
         from_zero=False,
         height=3.6,
@@ -290,7 +302,10 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         "sets. Others have networks of their own, and are judged by their averaged or their trained weights, whichever "
         "are better; this trainer and the published code by the averaged."
     )
-    return lines([plot], title="Held-out loss over time", context=context, note=note)
+    title, near = "Held-out loss over time", min(_to_loss(trained), key=lambda f: f.ratio.value, default=None)
+    if near is not None:
+        title = f"To one held-out loss {near.other.row.label} takes {phrases.times(near.ratio)} times as long"
+    return lines([plot], title=title, context=context, note=note)
 
 
 def _is_rival(family: str) -> bool:

@@ -299,11 +299,12 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
     speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
     margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
     margins, label = None if margin is None else (-margin, margin), "held-out loss, less the baseline's"
+    records = tuple(r for r in study.records if r.family == family[0].family)
     losses = Panel(rows=[*map(_loss, shown)], heading="Quality", reference=0, band=margins, label=label)
     return forest(
         [speed, losses],
         title=usual.finding.headline,
-        context=phrases.context(study),
+        context=phrases.context(replace(study, records=records)),
         note=f"{_method(family)} Speed: blue faster, orange slower, grey neither; band: the baseline "
         f"repeated. Loss: {phrases.within(MEANING)}",
         beside=True,
@@ -383,7 +384,7 @@ def _loss(c: Comparison) -> Row:
     if math.isnan(e.difference):
         return Row(name=c.label, missing=verdicts.sentence(e))
     colour = _COLOURS.get(e.verdict, charts.OPEN)
-    return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
+    return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.4f}")
 
 
 def trained_view(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
