@@ -172,7 +172,9 @@ class Peer(Step):
         """
         with torch.random.fork_rng(devices=()):  # a new network draws its first weights; training goes on as without
             networks = self.theirs.judged()
-        return min((held_out_loss(self, each, draws) for each in networks), key=lambda found: float(found["loss"]))
+        found = [held_out_loss(self, each, draws) for each in networks]
+        best = min(zip(found, ("averaged", "trained"), strict=True), key=lambda pair: float(pair[0]["loss"]))
+        return {**best[0], "weights": best[1]}
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
