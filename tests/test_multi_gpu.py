@@ -101,6 +101,14 @@ def test_records_of_another_network_device_or_step_decide_nothing() -> None:
     assert all(found.way_out().startswith("ddpm-lab run multi_gpu --network") for found in others)
 
 
+def test_all_cores_decide_before_fewer() -> None:
+    one = RunConfig(global_batch_size=32)
+    fewer = strong({2: 0.7}, base=replace(one, threads=1), seed=1)
+    for count, expected in ((6, MULTI), (3, SINGLE)):  # three sets are no answer
+        found = ask(strong({2: 1.5}, base=one, count=count), fewer, batch=32, network="tiny", device="cpu")
+        assert found.answer == expected
+
+
 # --- asking on this machine ------------------------------------------------------------------------------------------
 
 

@@ -371,7 +371,7 @@ def strategy(
 def decide(study: Study, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
 
-    Comparisons at this batch decide, else those at the nearest.
+    Comparisons at this batch decide, else those at the nearest; answers with all cores before those with fewer.
     """
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
     found = [
@@ -385,7 +385,7 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
         answer, reason = prior(parameters, batch)
         return Strategy(answer=answer, reason=reason, source=PRIOR, **common)
     nearest = min((r.batch for r in found), key=lambda b: (abs(math.log(b / batch)), b))
-    last = [r for r in found if r.batch == nearest][-1]
+    last = sorted((r for r in found if r.batch == nearest), key=lambda r: (r.answered, not r.baseline.threads))[-1]
     several = [r for r in found if r.baseline_id == last.baseline_id]
     faster = [r for r in several if r.verdict == stats.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
