@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import machine_state, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
@@ -174,7 +175,7 @@ class Records:
             for name in {r.experiment for r in every}
         }
         latest = next((r for r in reversed(study.records) if r.role in ("baseline", "wrong")), None)
-        last, self.network = (latest.baseline_id, latest.config.network) if latest else ("", "")
+        last, self.config = (latest.baseline_id, latest.config) if latest else ("", RunConfig())
         wrong = [r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last)]
         self.ways: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
         by_seed = {(r.label, r.config.seed): r for r in sorted(wrong, key=lambda r: r.config.seed)}
@@ -421,12 +422,13 @@ def judged(study: Study) -> list[tuple[Claim, Judged]]:
 
 
 def _rows(claim: Claim, records: Records) -> list[Comparison]:
-    """Comparisons with a speed of the questions that a claim is about, those of the network in question first."""
+    """Comparisons with a speed of the questions of a claim, those of the network and size in question first."""
     studies = [records.studies[name] for name in claim.questions if name in records.studies]
     found = [r for s in studies for r in comparisons(s) if r.role == "candidate" and r.sets and not r.loader_alone]
 
     def apart(r: Comparison) -> tuple[bool, bool]:
-        return bool(claim.scaling) and scaling(r.family) != claim.scaling, r.config.network != records.network
+        others = {"network", "image_size"} & r.config.differences(records.config).keys()
+        return bool(claim.scaling) and scaling(r.family) != claim.scaling, bool(others)
 
     return sorted(found, key=apart)
 
@@ -444,7 +446,7 @@ def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
 
 
 def _said(row: Comparison) -> str:
-    """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
+    """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32 (tiny, batch 8), 6 sets, notebook 03"."""
     grown, of = row.batch != row.baseline.global_batch_size, row.experiment
     base = row.baseline_label
     if grown and row.ranks == row.baseline.world_size:
@@ -452,7 +454,7 @@ def _said(row: Comparison) -> str:
     weak = ", weak scaling" * (grown and row.ranks > row.baseline.world_size)
     source = "this notebook" if of == "claims" else f"notebook {_NOTEBOOKS[of]}" if of in _NOTEBOOKS else of
     sets = phrases.plural(row.sets, "set")
-    return f"{row.label} {phrases.times(row.ratio)} times as fast as {base}, {sets}{weak}, {source}"
+    return f"{row.label} {phrases.times(row.ratio)} times as fast as {base} ({row.family}), {sets}{weak}, {source}"
 
 
 def _undecided(claim: Claim, records: Records) -> Judged:
@@ -479,7 +481,7 @@ def _undecided(claim: Claim, records: Records) -> Judged:
 
 
 def _near(claim: Claim, records: Records) -> Judged | None:
-    """Whether measured numbers meet the published ones: of ratios their intervals decide."""
+    """Whether measured numbers are the published ones: of ratios, where all or none of an interval is between."""
     if not claim.questions and (counted := records.each("counted", itemgetter("parameters"))):
         count, (low, high) = [*counted.values()][-1] / 1e6, claim.between[0]
         verdict = CONFIRMED if low <= count <= high else REFUTED
@@ -488,10 +490,11 @@ def _near(claim: Claim, records: Records) -> Judged | None:
     ends = dict(zip(claim.values, claim.between, strict=False))
     for value, row in rows.items():
         low, high = ends[value]
-        meets = row.ratio.low <= high and row.ratio.high >= low
-        verdicts.append((CONFIRMED if meets else REFUTED) if row.answered else stats.INCONCLUSIVE)
-        accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
-        why.append(f"{row.label}: {accepted if row.answered else phrases.outcome(row)}")
+        inside = low <= row.ratio.low and row.ratio.high <= high
+        apart = row.ratio.high < low or row.ratio.low > high
+        verdict = CONFIRMED if inside else REFUTED if apart else stats.INCONCLUSIVE
+        verdicts.append(verdict if row.answered else stats.INCONCLUSIVE)
+        why.append(f"{row.label}: {f'accepted: {low} to {high}' if row.answered else phrases.outcome(row)}")
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
     worst = next((v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts), None)
     return Judged(worst, here, "; ".join(why)) if worst else None
