@@ -49,12 +49,16 @@ def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     assert row["Time to it"] == phrases.seconds(1.6 * 8000 / 32)
     assert [name for _, _, name in trained(worse=0.02).figures()] == ["time_to_loss"]
     assert not trained(worse=1.0).tables(), "it ends above what this trainer begins with"
+    ((_, (row,)),) = trained(worse=0.02, rises=0.1).tables()
+    assert (row["Held-out loss"], row["This trainer's"]) == ("0.3700", "7,200"), "what it loses again it has reached"
     assert not answer(peer_records.study(*peer_records.against())).figures()
 
 
-def trained(*, worse: float) -> Answer:
-    """Three runs of this trainer and of another, whose final loss is larger by so much."""
+def trained(*, worse: float, rises: float = 0.0) -> Answer:
+    """Three runs of this trainer and of another, whose lowest loss is larger by so much; then it rises."""
     rival, how = peer_records.other("a"), dict[str, Any](seed_noise=0.0, pair_noise=0.0)
     trials = make.trials({"slow, tuned": (rival, worse)}, baseline=peer_records.OWN, seeds=3, **how)
     trials = [replace(t, config=replace(t.config, workload=rival.workload)) if t.label != "fp32" else t for t in trials]
+    for held_out in ((t.quality or {})["held_out"] for t in trials if rises and t.label != "fp32"):
+        held_out.append({"images": 8_400, "step": 0, "loss": held_out[-1]["loss"] + rises})
     return answer(peer_records.study(*peer_records.against(set_noise=0, turn_noise=0, drift=0), trials=tuple(trials)))

@@ -256,7 +256,7 @@ def _to_loss(trained: Sequence[_Trained]) -> Iterator[_ToLoss]:
     ours = trained[0]
     for one in trained[1:]:
         both = [*ours.runs.values(), *one.runs.values()]
-        loss = max(float(quality.curve(r)[1][-1]) for r in both)
+        loss = max(float(quality.curve(r)[1].min()) for r in both)
         if any(quality.curve(r)[1][0] <= loss for r in both):
             continue
         mine, theirs = (np.log([images_to(r, loss) for r in each.runs.values()]) for each in (ours, one))
