@@ -248,6 +248,7 @@ def test_the_first_losses_of_two_sides_are_compared_to_the_last_bit() -> None:
         (ONE, [*ONE, 0.9], ONE, "identical", "the first 3 losses"),
         (ONE, [1.25, 1.1, 1.05 + 2**-50], ONE, "differs", "8e-16 of the loss"),
         (ONE, [1.25, 1.0, 1.05], ONE, "differs", "9.1 %"),
+        (ONE, [1.25, 0.0, 1.05], ONE, "differs", "100 %"),
         (ONE, [1.25, 1.0, 1.05], [1.25, 1.2, 1.05], "not comparable", "8.3 %"),
         ([0.0] * 3, ONE, [0.0] * 3, "not measured", "no loss"),
         ([], [], [], "not measured", "no loss"),

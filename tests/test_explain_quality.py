@@ -89,6 +89,7 @@ def test_a_planted_difference_is_found_and_none_is_not(harm: float, values: dict
     assert (found.verdict, found.images, found.seeds) == (verdict, 8_000, values.get("seeds", 8))
     assert found.seeds_needed == (5 if verdict == NOT_ENOUGH else None)
     assert found.difference == pytest.approx(harm, abs=3e-4)
+    assert ", 100 % of the images behind" in quality.difference(judged(make.trials({"bf16": (BF16, 3.0)})))
 
 
 def changed(records: list[RunRecord], apart: float = 0.0, **settings: Any) -> list[RunRecord]:

@@ -375,4 +375,4 @@ def margin_words(found: Equivalence) -> str:
 
 
 def _percent(share: float) -> str:
-    return "under 0.1 %" if 0 < abs(share) < 0.001 else f"{100 * abs(share):.2g} %"
+    return "under 0.1 %" if 0 < abs(share) < 0.001 else f"{float(f'{100 * abs(share):.2g}'):g} %"

@@ -331,4 +331,4 @@ def first_losses(study: Study) -> tuple[str, str]:
 
 
 def _share(difference: float) -> str:
-    return f"{100 * difference:.2g} %" if difference >= 1e-4 else f"{difference:.0e} of the loss"
+    return phrases.share(difference) if difference >= 1e-4 else f"{difference:.0e} of the loss"
