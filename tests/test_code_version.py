@@ -149,7 +149,8 @@ def lab(tmp_path: Path) -> Iterator[Tree]:
 
 def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_version().key
-    for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_DUMP_FILE"):
+    others = ("TORCH_LOGS", "TRITON_CACHE_DIR", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_DUMP_FILE")
+    for name in ("SHLVL", "TORCHINDUCTOR_CACHE_DIR", "NCCL_DEBUG_FILE", *others):
         monkeypatch.setenv(name, "elsewhere")
         assert code_version().key == before
     for name in (
@@ -160,6 +161,9 @@ def test_a_variable_that_changes_the_speed_of_the_same_code_counts(monkeypatch: 
         "TORCHINDUCTOR_MAX_AUTOTUNE",
         "NCCL_BUFFSIZE",
         "NVIDIA_TF32_OVERRIDE",
+        "THP_MEM_ALLOC_ENABLE",
+        "TORCH_COMPILE_DISABLE",
+        "TRITON_INTERPRET",
     ):
         monkeypatch.setenv(name, "1")
         assert code_version().key != before

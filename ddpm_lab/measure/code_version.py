@@ -34,14 +34,16 @@ EXPLAINING = ("explain", "questions", "reports", "cli", "__main__")
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 VARIABLES = (
     *("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "GOMP_", "OMP_", "KMP_", "PYTHONMALLOC", "PYTHONDEVMODE"),
-    *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_"),
-    *("TORCHINDUCTOR_", "TORCHDYNAMO_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TORCH_DISTRIBUTED_DEBUG"),
+    *("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "PYTORCH_", "CUDA_LAUNCH_", "CUBLAS_", "CUDNN_", "NCCL_", "PYTHONOPTIMIZE"),
+    *("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "NVIDIA_TF32_", "THP_MEM_", "LRU_CACHE_"),
     "CXX",  # what compiles for a CPU
 )
 """How the names of variables begin that count, but for some that change no step, and what the lab sets by host."""
 BUT = (
     *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
     *("NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_TOPO_DUMP", "NCCL_GRAPH_DUMP", "OMP_NUM_THREADS", "OMP_DISPLAY_"),
+    *("TORCH_LOGS", "TORCH_TRACE", "TORCH_CPP_LOG_LEVEL", "TORCH_HOME", "TORCH_HUB", "TORCH_EXTENSIONS_DIR"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TRITON_CACHE_DIR", "TRITON_HOME"),
 )
 PASSING = re.compile(
     r"_|PATH|PWD|OLDPWD|SHLVL|HOSTNAME|TMPDIR|CUDA_VISIBLE_DEVICES|(?:DDPM_LAB|SLURM|TORCHELASTIC|MASTER)_\w*"
