@@ -291,6 +291,8 @@ def page(experiment: str, headline: str, *, state: str = "done", **finding: Any)
 
 
 USE = page("recommendation", "Use bf16")
+GOOD = page("amp", "bf16 is 50 % faster", quality="quality not worse (5 seeds)")
+WORSE = page("amp", "fp16 is 50 % faster", quality="quality worse (5 seeds)")
 SLOWER = page("multi_gpu", "2 ranks are slower", verdict="slower")
 OPEN = page("amp", "No clear answer", status="inconclusive", way_out="ddpm-lab run amp")
 UNJUDGED = page("torch_compile", "Compiled is faster", quality="quality not measured", way_out="ddpm-lab run")
@@ -303,7 +305,9 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
     ("pages", "found"),
     [
         ([page("amp", "bf16 is slower", verdict="slower", published=True)], []),
-        ([page("amp", "bf16 is 50 % faster"), USE], [("Use", ["bf16"])]),
+        ([GOOD, USE], [("Use", ["bf16"])]),
+        ([GOOD], [("Faster", ["bf16 is 50 % faster; quality not worse (5 seeds)"])]),
+        ([WORSE, USE], [("Use", ["bf16"]), ("Costs quality", ["fp16 is 50 % faster; quality worse (5 seeds)"])]),
         ([SLOWER, USE], [("Use", ["bf16"]), ("No gain", ["2 ranks are slower"])]),
         ([UNJUDGED, USE], [("Use", ["bf16"]), ("Open", ["Compiled is faster; quality not measured: ddpm-lab run"])]),
         ([replace(UNJUDGED, finding={**UNJUDGED.finding, "way_out": ""})], [("Open", [UNDECIDED])]),

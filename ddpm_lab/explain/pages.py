@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddpm_lab import __version__
-from ddpm_lab.explain.quality import NOT_ENOUGH, NOT_MEASURED
+from ddpm_lab.explain.quality import IDENTICAL, NOT_ENOUGH, NOT_MEASURED, NOT_WORSE, WORSE
 from ddpm_lab.explain.table import Rendered, code, literal
 from ddpm_lab.files import replace
 
@@ -25,6 +25,7 @@ RECOMMENDATION, FASTER = "recommendation", "faster"
 _NO_SETTING = ("profile", "claims", "peers", "quality")
 """Questions whose answers are about no setting of a training."""
 _UNJUDGED = (f"quality {NOT_MEASURED}", f"quality {NOT_ENOUGH}")
+_JUDGED = (f"quality {NOT_WORSE}", f"quality {IDENTICAL}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,8 @@ class Page:
 def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     """What a report comes to, of this machine and run alone: what to use, what is slower or the same, and what is open.
 
-    An open question comes with the command that would answer it; what is faster, and not judged, is one too.
+    What is faster is told where it costs quality, or where the report has no page that weighs it. An open question
+    comes with the command that would answer it; what is faster, and not judged, is one too.
     """
     mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
@@ -102,8 +104,12 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
             way = page.finding.get("way_out") or "no command decides it yet" * unjudged
             text = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
             ways.setdefault(text, []).extend([way] * bool(way))
+    faster = [p for p in others if p.kind == ANSWERED and p.finding.get("verdict") == FASTER]
+    judged_of = {f"{p.headline}; {judged}": judged for p in faster if (judged := str(p.finding.get("quality", "")))}
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
+        "Faster": [text for text, judged in judged_of.items() if judged.startswith(_JUDGED) and not last],
+        "Costs quality": [text for text, judged in judged_of.items() if judged.startswith(f"quality {WORSE}")],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],
         "Open": [f"{headline}: {' or '.join(found)}" if found else headline for headline, found in ways.items()],
     }
