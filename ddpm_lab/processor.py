@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from functools import cache
 from pathlib import Path
 
@@ -29,12 +30,13 @@ def name_in(cpuinfo: str) -> str:
     """The first processor's name in the text of /proc/cpuinfo; empty where it has none.
 
     Virtual machines may hide the model of theirs: "AMD EPYC" is every generation of it, of which one multiplies bf16
-    twice as fast as another. Such a name gets family and model, which tell generations apart.
+    twice as fast as another, and "Intel(R) Xeon(R) CPU @ 2.20GHz" several. Such a name gets family and model, which
+    tell generations apart.
     """
     info = _fields(cpuinfo)
     name = info.get("model name") or info.get("hardware", "")
     family, model = info.get("cpu family"), info.get("model")
-    hidden = name and not any(c.isdigit() for c in name) and family and model
+    hidden = name and not re.search(r"\d", re.sub(r"@.*| version .*", "", name)) and family and model
     return f"{name} (family {family}, model {model})" if hidden else name
 
 

@@ -297,6 +297,9 @@ def test_a_name_that_every_generation_has_is_told_by_family_and_model() -> None:
     names = {
         "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nmodel\t\t: 9\n": "AMD EPYC (family 26, model 2)",
         "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  8481C CPU\n": "Intel(R) Xeon(R) 8481C CPU",
+        "cpu family: 6\nmodel: 79\nmodel name: Intel(R) Xeon(R) CPU @ 2.20GHz\n": (
+            "Intel(R) Xeon(R) CPU @ 2.20GHz (family 6, model 79)"
+        ),
         "processor\t: 0\nHardware\t: BCM2835\n": "BCM2835",
         "processor\t: 0\nBogoMIPS\t: 100.00\n": "",
     }
