@@ -181,6 +181,8 @@ def test_what_a_search_recommends_needs_no_probe(
     told = make.trials({"it": (dataclasses.replace(base, precision="bf16", world_size=2), 0.0)}, baseline=base)
     gpu = dataclasses.replace(base, device="cuda", freed_memory="default", kernels="aten")
     beside = make.sets({"bf16": (dataclasses.replace(gpu, precision="bf16"), 0.5)}, baseline=gpu)
+    larger = dataclasses.replace(space, baseline=dataclasses.replace(base, image_size=64, data_sha256="64"))
+    beside += planted.searched(larger, environment=make.environment(date="2026-01-04T10:00:00+00:00"))
     Ledger(tmp_path / LEDGER).append([*found, *(told if judged else ()), *beside])
     monkeypatch.setattr(hardware, "machine", lambda: found[0].environment.machine)
     machine = play(**SPEEDS)

@@ -248,7 +248,7 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
     with suppress(ModuleNotFoundError, ValueError, OSError):
         here = [r for r in Ledger(output / LEDGER).read()[0] if r.machine.key == machine]
         mine = [r for r in here if not r.cohort[2].startswith(OWN_DATA)]
-        mine = about(mine, network=config.network, device=config.device)
+        mine = about(mine, network=config.network, device=config.device, image_size=config.image_size)
         if not any(r.role == "space" for r in mine):
             return None
         measured = study(mine, RECOMMENDATION, machine=machine)
