@@ -1,5 +1,6 @@
 """The question of the trainers: who is compared with whom, in what, and what is refused."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +55,21 @@ def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     assert not answer(peer_records.study(*peer_records.against())).figures()
 
 
-def trained(*, worse: float, rises: float = 0.0) -> Answer:
-    """Three runs of this trainer and of another, whose lowest loss is larger by so much; then it rises."""
+def test_a_trainer_with_fewer_seeds_takes_none_from_another() -> None:
+    ((_, rows),) = trained(worse=0.02, beside={"slow": 0.02}).tables()
+    assert [(row["Configuration"], row["Seeds"]) for row in rows] == [("slow", "1"), ("slow, tuned", "3")]
+
+
+def trained(*, worse: float, rises: float = 0.0, beside: Mapping[str, float] | None = None) -> Answer:
+    """Three runs of this trainer and of another, whose lowest loss is larger by so much; then it rises.
+
+    Of others ``beside`` there is one.
+    """
     rival, how = peer_records.other("a"), dict[str, Any](seed_noise=0.0, pair_noise=0.0)
-    trials = make.trials({"slow, tuned": (rival, worse)}, baseline=peer_records.OWN, seeds=3, **how)
+    every = {label: (replace(rival, precision="fp32"), apart) for label, apart in (beside or {}).items()}
+    every["slow, tuned"] = rival, worse
+    trials = make.trials(every, baseline=peer_records.OWN, seeds=3, **how)
+    trials = [t for t in trials if t.label not in (beside or ()) or not t.config.seed]
     trials = [replace(t, config=replace(t.config, workload=rival.workload)) if t.label != "fp32" else t for t in trials]
     for held_out in ((t.quality or {})["held_out"] for t in trials if rises and t.label != "fp32"):
         held_out.append({"images": 8_400, "step": 0, "loss": held_out[-1]["loss"] + rises})

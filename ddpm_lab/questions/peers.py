@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -212,7 +213,7 @@ class _Trained(NamedTuple):
 def _time_to_loss(study: Study) -> tuple[View, ...]:
     """How long trainers take to a held-out loss that this one reached too: figure and table, if any were trained."""
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
-        if len(trained := _trained(rows)) > 1:
+        if len(trained := _trained(rows)) > 1 and trained[0].row.role == "baseline":
             what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
             caption = f"{rows[0].family}: {what}"
             drawn = partial(_by_time, trained, phrases.context(study))
@@ -221,13 +222,12 @@ def _time_to_loss(study: Study) -> tuple[View, ...]:
 
 
 def _trained(rows: Sequence[Comparison]) -> list[_Trained]:
-    """Those of a family that have runs and a speed, the baseline's first; all with the same seeds."""
+    """Those of a family that have runs and a speed, the baseline's first."""
     base, found = rows[0], list[_Trained]()
     for row in (r for r in rows if r.role in ("baseline", "candidate") and r.sets):
         runs = {r.config.seed: r for r in trials_of(rows, row) if r.status == "ok"}
         found += [_Trained(row, runs, 1 / (base.images_per_second * row.ratio.value))] if runs else []
-    seeds = set.intersection(*(set(one.runs) for one in found)) if found else set()
-    return [one._replace(runs={seed: one.runs[seed] for seed in sorted(seeds)}) for one in found] if seeds else []
+    return found
 
 
 def images_to(record: RunRecord, loss: float) -> float:
@@ -239,12 +239,13 @@ def images_to(record: RunRecord, loss: float) -> float:
 
 
 class _ToLoss(NamedTuple):
-    """A held-out loss, the images that another trainer and this one took to it, and the ratio of their times."""
+    """A held-out loss, the images that another trainer and this one took to it, and the ratio of times over seeds."""
 
     other: _Trained
     loss: float
     images: tuple[float, float]
     ratio: stats.Interval
+    seeds: int
 
 
 def _to_loss(trained: Sequence[_Trained]) -> Iterator[_ToLoss]:
@@ -255,14 +256,16 @@ def _to_loss(trained: Sequence[_Trained]) -> Iterator[_ToLoss]:
     """
     ours = trained[0]
     for one in trained[1:]:
-        both = [*ours.runs.values(), *one.runs.values()]
-        loss = max(float(quality.curve(r)[1].min()) for r in both)
-        if any(quality.curve(r)[1][0] <= loss for r in both):
+        seeds = sorted(ours.runs.keys() & one.runs.keys())  # fewer, where the time was over
+        both = [each.runs[seed] for each in (ours, one) for seed in seeds]
+        loss = max((float(quality.curve(r)[1].min()) for r in both), default=math.inf)
+        if not both or any(quality.curve(r)[1][0] <= loss for r in both):
             continue
-        mine, theirs = (np.log([images_to(r, loss) for r in each.runs.values()]) for each in (ours, one))
+        mine, theirs = (np.log([images_to(each.runs[seed], loss) for seed in seeds]) for each in (ours, one))
         of_images, of_time = stats.estimate(theirs - mine), one.row.ratio.inverse
         ends = {end: getattr(of_images, end) * getattr(of_time, end) for end in ("value", "low", "high")}
-        yield _ToLoss(one, loss, (float(np.exp(theirs.mean())), float(np.exp(mine.mean()))), stats.Interval(**ends))
+        images = float(np.exp(theirs.mean())), float(np.exp(mine.mean()))
+        yield _ToLoss(one, loss, images, stats.Interval(**ends), len(seeds))
 
 
 def _times_table(trained: Sequence[_Trained]) -> Table:
@@ -274,7 +277,7 @@ def _times_table(trained: Sequence[_Trained]) -> Table:
             "This trainer's": f"{found.images[1]:,.0f}",
             "Time to it": phrases.seconds(found.images[0] * found.other.seconds),
             "Of this trainer's time": phrases.times(found.ratio),
-            "Seeds": str(len(trained[0].runs)),
+            "Seeds": str(found.seeds),
         }
         for found in _to_loss(trained)
     ]
@@ -297,10 +300,15 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         from_zero=False,
         height=3.6,
     )
+    chosen = any("weights" in look for one in trained for r in one.runs.values() for look in r.quality["held_out"])
+    which = (
+        "averaged or trained weights, whichever are better; this trainer by the former"
+        if chosen
+        else "averaged weights"
+    )
     note = (
         "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
-        "sets. Others have networks of their own, and are judged by their averaged or their trained weights, whichever "
-        "are better; this trainer and the published code by the averaged."
+        f"sets. Others have networks of their own, and are judged by their {which}."
     )
     title, near = "Held-out loss over time", min(_to_loss(trained), key=lambda f: f.ratio.value, default=None)
     if near is not None:
