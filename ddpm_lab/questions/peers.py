@@ -300,7 +300,12 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         from_zero=False,
         height=3.6,
     )
-    chosen = any("weights" in look for one in trained for r in one.runs.values() for look in r.quality["held_out"])
+    chosen = any(
+        "weights" in look
+        for one in trained
+        for r in one.runs.values()
+        for look in (r.quality or {}).get("held_out", ())
+    )
     which = (
         "averaged or trained weights, whichever are better; this trainer by the former"
         if chosen
@@ -312,7 +317,8 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
     )
     title, near = "Held-out loss over time", min(_to_loss(trained), key=lambda f: f.ratio.value, default=None)
     if near is not None:
-        title = f"To one held-out loss {near.other.row.label} takes {phrases.times(near.ratio)} times as long"
+        slower = f"{phrases.times(near.ratio)} times as long as this trainer"
+        title = f"To one held-out loss {near.other.row.label} takes {slower}"
     return lines([plot], title=title, context=context, note=note)
 
 
