@@ -77,7 +77,10 @@ def _run(words: Sequence[str]) -> int:
             say()
     except ConnectionError:  # of an output, or between processes
         raise
-    except (LabError, OSError, RecursionError, MemoryError, ModuleNotFoundError) as error:  # any other is a defect
+    except Exception as error:
+        known = isinstance(error, LabError | OSError | RecursionError | MemoryError | ModuleNotFoundError)
+        if not known and "can't start new thread" not in str(error):  # for want of memory; any other is a defect
+            raise
         code = int(getattr(error, "exit_code", 2))
         seen = traceback.format_exc().splitlines() if options.debug else ()
         detail = getattr(error, "__notes__", ()) if options.debug else ()
