@@ -330,6 +330,20 @@ def where():
     ]
 
 
+def test_a_torch_that_cannot_be_loaded_is_told_with_its_own_reason(tmp_path: Path) -> None:
+    how = "raise ImportError('only once' if hasattr(sys, 'tried') else 'libcudart is missing')"
+    (tmp_path / "torch.py").write_text(f"import sys\ntry:\n    {how}\nfinally:\n    sys.tried = True\n")
+    code = """if True:
+        from ddpm_lab.config import RunConfig
+        from ddpm_lab.measure.group import Group
+        Group(RunConfig(), threads=1)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    run: dict[str, Any] = {"env": environment, "timeout": 120, "capture_output": True, "text": True}
+    told = subprocess.run([sys.executable, "-c", code], check=False, **run).stderr
+    assert told.splitlines()[-1].endswith("GroupFailed: rank 0: ImportError: libcudart is missing (torch.py, line 3)")
+
+
 # --- what a killed process leaves ------------------------------------------------------------------------------------
 
 HEADER = f"""

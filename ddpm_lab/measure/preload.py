@@ -1,7 +1,6 @@
 """What the fork server does once: it imports, and freezes what is there, which each rank would search and copy."""
 
 import atexit
-import contextlib
 import gc
 import os
 import signal
@@ -19,9 +18,12 @@ MODULES = (  # which start no thread and touch no device
 )
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, as it is later on
 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
+failed: ImportError | None = None  # the first, which tells why; torch then says only that it was tried before
 for name in MODULES:
-    with contextlib.suppress(ImportError):
+    try:
         import_module(name)
+    except ImportError as error:
+        failed = failed or error
 prctl(PR_SET_PDEATHSIG, 0)
 
 if os.environ.get(SAFE_PATH) == PACKAGE.name:

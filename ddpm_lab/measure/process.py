@@ -170,8 +170,10 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
     failed = False
     try:
-        from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
-
+        try:
+            from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
+        except ImportError as error:
+            raise getattr(sys.modules.get("ddpm_lab.measure.preload"), "failed", None) or error from None
         try:
             Rank(job, commands, beat).serve()
         except (EOFError, OSError):  # perhaps of a loader worker that was killed, which torch tells by a signal
