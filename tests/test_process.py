@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import runpy
 import signal
 import subprocess
@@ -68,6 +70,7 @@ def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
         RuntimeError(f"{'NCCL WARN ' * 50}: CUDA error: out of memory"),
     ):
         assert process._ending_by(error).status == "oom"

@@ -234,9 +234,12 @@ def own_places(stack: str) -> list[str]:
     return [f"{file.name}, line {line}" for file, line in own]
 
 
+OUT_OF_MEMORY = ("out of memory", "memoryerror", "defaultcpuallocator", "alloc_failed", "cannot allocate memory")
+
+
 def tells_of_memory(text: str) -> bool:
     """Whether there was too little of it; cuBLAS and cuDNN, which allocate for themselves, speak of their status."""
-    return any(word in text.lower() for word in ("out of memory", "memoryerror", "defaultcpuallocator", "alloc_failed"))
+    return any(word in text.lower() for word in OUT_OF_MEMORY)
 
 
 def _boot_id() -> str:
