@@ -20,7 +20,7 @@ from conftest import wait_for
 from git_repository import write
 
 from ddpm_lab.config import COMMAND, RunConfig
-from ddpm_lab.measure import command, hook
+from ddpm_lab.measure import command, hook, process
 from ddpm_lab.measure.command import HOOK, CommandGroup
 from ddpm_lab.measure.group import GroupFailed, Limits
 
@@ -361,6 +361,19 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 def measured(start: Start, limit: float, **how: Any) -> None:
     with start(**how) as group:
         group.window(settle=0, steps=20, limit=limit, stage="measuring")
+
+
+def test_of_what_prints_without_end_the_beginning_and_the_end_are_kept(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOG_BYTES", 100_000)
+    prints = "print('many words' * 1000 if i < 60 else sys.exit('last words'), flush=True)"
+    group = start(before="print('first words')", after=prints)
+    window(group, settle=0, steps=50)
+    assert (tmp_path / "log").stat().st_size < 60_000
+    with pytest.raises(GroupFailed, match=r"last words$"):
+        window(group, settle=0, steps=50)
+    assert (tmp_path / "log").read_text().startswith("first words")
 
 
 @pytest.mark.slow

@@ -236,7 +236,9 @@ def test_a_hung_rank_is_named_with_what_it_was_doing(alone: bool, steps: int, pl
     assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
 
 
-def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a scheduler, or in a container: parent and ranks stop together for longer than any limit."""
     clock = [0.0]
     said = iter([False, False, True])
@@ -250,7 +252,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(monkeypatch: p
     job = object.__new__(Group)
     job._ranks = [SimpleNamespace(**silent, ears=(), report={}, ending=None)]  # type: ignore[list-item]
     job.config, job.limits, job.progress = busy_config(), Limits(), lambda _: None
-    job.patience = lambda: math.inf
+    job.patience, job.folder = (lambda: math.inf), tmp_path
     assert job._reports(10.0, "testing") == [{}]
 
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from ddpm_lab.measure.process import (
     end_guarded,
     guarded,
     host_id,
+    tail,
     tells_of_memory,
     temporary,
 )
@@ -260,11 +261,11 @@ class CommandGroup(Group):
         status = "oom" if tells_of_memory(printed) else "crashed"
         raise GroupFailed(status, f"{how} {where}{advice}{self._last()}", printed)
 
+    def _logs(self) -> Iterable[Path]:
+        return [self.log]
+
     def _printed(self) -> str:
-        with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(self._printed_before)
-            return file.read()[-4000:].decode(errors="replace")
-        return ""
+        return tail(self.log, self._printed_before)
 
     def _last(self) -> str:
         """The last lines that it printed, for the end of a sentence."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -22,7 +22,16 @@ from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded
 from ddpm_lab.measure.guard import Paused
 from ddpm_lab.measure.hook import opened
-from ddpm_lab.measure.process import Life, LocalRank, RankJob, own_places, private_folder, server_died, start_server
+from ddpm_lab.measure.process import (
+    Life,
+    LocalRank,
+    RankJob,
+    own_places,
+    private_folder,
+    server_died,
+    shorten,
+    start_server,
+)
 
 SLOW_START_SECONDS = 60.0  # minimum limit on silence while the user's code starts, such as imports from a slow disk
 AWAY_SECONDS = 5.0  # a longer gap between clock readings means that this process was stopped, as in a suspended job
@@ -205,10 +214,15 @@ class Group(AbstractContextManager["Group"]):
             ready, before = connection.wait(ears(), timeout=0.5), now
             now = time.monotonic()
             since = now if now - before > AWAY_SECONDS else since
+            for log in self._logs():
+                shorten(log)
             yield ready, now - since
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
+
+    def _logs(self) -> Iterable[Path]:
+        return self.folder.glob("rank*.log")
 
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
         """Wait for every rank's report and return all. Raises GroupFailed if a rank fails or is silent for too long."""

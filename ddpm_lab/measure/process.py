@@ -336,6 +336,26 @@ def end_guarded(process: subprocess.Popen[bytes], seconds: float = END_SECONDS +
 
 
 LOG_CHARACTERS = 4000
+LOG_BYTES = 2**27  # of a log; of what prints more, the beginning stays, and the end
+
+
+def shorten(log: Path) -> None:
+    """Leave the beginning and the end of a log that has become too long; what prints goes on behind them."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > LOG_BYTES:
+            end = tail(log)
+            os.truncate(log, LOG_BYTES // 2)
+            with log.open("a", errors="replace") as file:
+                file.write(f"\n...\n{end}")
+
+
+def tail(log: Path, start: int = 0) -> str:
+    """The last characters of a log, and none before ``start`` unless it was shortened since."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start if start <= size else 0, size - LOG_CHARACTERS))
+        return file.read(LOG_CHARACTERS).decode(errors="replace")
+    return ""
 
 
 _server: Any = forkserver.ForkServer()
@@ -492,9 +512,7 @@ class LocalRank:
         return self._beat.read()
 
     def log(self) -> str:
-        with contextlib.suppress(OSError):
-            return self._file("log").read_text(errors="replace")[-LOG_CHARACTERS:]
-        return ""
+        return tail(self._file("log"))
 
     def stack(self) -> str:
         """The log with the stacks of the rank's threads as they are now, unless it is stopped."""
