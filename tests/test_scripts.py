@@ -74,6 +74,16 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     assert all(sets_threads(f"{way} train.py", tmp_path) for way in ways.split("|"))
 
 
+def test_what_cannot_be_measured_is_refused_before_a_script_runs(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "look", lambda *_: pytest.fail("a script ran"))
+    for option in ("--sets", "--minutes", "--cores"):
+        code, _, err = call("compare", "python a.py", "python b.py", option, "0", "--output-dir", str(tmp_path))
+        assert (code, err.count("\n")) == (2, 1), err
+        assert f"{option[2:]} is 0" in err
+
+
 def test_differences_are_listed_and_other_work_is_told() -> None:
     other = SEEN | {"parameters": 90, "versions": {"torch": "2.15.0", "numpy": "2.0"}}
     assert scripts.differences(SEEN, other) == ["parameters 72 against 90", "torch 2.11.0 against 2.15.0"]

@@ -316,6 +316,17 @@ def compiled_in(work: str, plan: Plan, instrument: Instrument, ledger: Ledger) -
 Pair = tuple[RunConfig, RunConfig]
 
 
+def target_of_pair(
+    resolution: float = stats.RESOLUTION, minutes: float | None = None, sets: int = MOST_SETS, cores: int | None = None
+) -> Target:
+    """Return how much of a pair is to be measured. Raises ConfigError for what cannot be, also of ``cores``."""
+    if minutes == 0:
+        raise ConfigError("minutes is 0: give more, or leave it out for no limit")
+    if cores is not None:
+        _checked(cores, hardware.usable_cores())
+    return _target(Plan(), minutes, sets, resolution)
+
+
 def plan_pair(
     pair: Pair,
     names: tuple[str, str],
@@ -334,17 +345,14 @@ def plan_pair(
     takes. ``code`` covers the sources of both sides, None looks at each. Raises ConfigError where this machine cannot,
     or the work is not equal.
     """
-    if minutes == 0:
-        raise ConfigError("minutes is 0: give more, or leave it out for no limit")
-    most = hardware.usable_cores()
-    chosen = most if cores is None else _checked(cores, most)
+    target, most = target_of_pair(resolution, minutes, sets, cores), hardware.usable_cores()
+    chosen = most if cores is None else cores
     if chosen < most and any(c.threads for c in pair):
         raise ConfigError(f"cores is {cores}, and a side says how many threads it takes: leave one of the two out")
     one, two = _pair_on(pair, chosen)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     images = f"{read_manifest(Path(one.data)).train_count:,} images" if one.data_sha256 else ""
-    target = _target(Plan(), minutes, sets, resolution)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), target.seconds)
     instrument = replace(instrument, code=code or code_of(pair, instrument), data_name=images)
 

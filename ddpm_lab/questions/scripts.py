@@ -36,7 +36,7 @@ from ddpm_lab.measure.hook import SETTINGS
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
 from ddpm_lab.output import say
-from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of
+from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of, target_of_pair
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device
 
@@ -170,6 +170,7 @@ def compare_commands(
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "as_is": as_is}
     one = configuration(baseline, "A", images=images[0], **how)
     two = configuration(candidate, "B", images=images[1], **how)
+    target_of_pair(cores=cores, **limits)  # refuse what cannot be before either script runs
     # Use all cores if a side sets its number of threads itself, otherwise those that are free.
     own_threads = any(c.option("as_is", False) or sets_threads(c.command, Path.cwd()) for c in (one, two))
     if cores is not None and own_threads:
