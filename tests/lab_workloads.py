@@ -111,10 +111,10 @@ class Busy(Planted):
                 os.kill(os.getppid(), signal.SIGKILL if "kill" in what else signal.SIGSTOP)
             case "fork":
                 os.fork()
-            case "exit":
-                os._exit(3)
-            case "leave":
-                os._exit(0)
+            case "exit" | "leave" as what:
+                os._exit(3 if what == "exit" else 0)
+            case "threads":
+                torch.set_num_threads(torch.get_num_threads() + 1)
             case "full disk":  # of this process alone; Python ignores the signal, and writing fails
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 

@@ -102,6 +102,15 @@ def test_own_code_may_replace_the_clock_and_steps_that_take_no_time_are_a_failur
         sets.slowest([{"start": 3.0, "step_ends": [0.0, 0.0]}])
 
 
+def test_threads_that_change_while_steps_are_timed_are_refused(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sets, "WARMUP_SECONDS", 0.0)  # which ends after two steps
+    changes = measured(instrument, short_plan, ("changes", busy_config(fault="threads", fault_step=3)))[2]
+    assert (changes.status, changes.windows) == ("refused", ())
+    assert "rank 0 changed its threads from" in str(changes.reason)
+
+
 @pytest.mark.slow
 def test_failures_are_rows_and_the_rest_goes_on(
     instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch

@@ -309,7 +309,7 @@ class Rank:
             "steps": self.beat.steps,
             "device": self.device,
             "device_uuid": self.uuid,
-            "threads": self.job.threads,
+            "threads": torch.get_num_threads(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.cuda else None,
             "peak_rss_bytes": hook.resident_bytes("VmHWM"),  # ru_maxrss also counts the parent before exec

@@ -24,7 +24,7 @@ from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.hardware import environment, machine
 from ddpm_lab.measure.others import Watch, folded, side_by_side
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.witness import consumption, mismatches
+from ddpm_lab.measure.witness import consumption, drift, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 
@@ -263,7 +263,8 @@ class Slot:
         """Shut the group down cleanly and keep the summaries of its ranks. Raises GroupFailed."""
         begun = time.monotonic()
         summaries = self.alive.finish()
-        if wrong := [line for summary in summaries for line in consumption(self.config, summary)]:
+        wrong = [line for summary in summaries for line in consumption(self.config, summary)]
+        if wrong := wrong + [line for pair in zip(self.witness, summaries, strict=False) for line in drift(*pair)]:
             raise GroupFailed("refused", "; ".join(wrong))
         self.group = None
         self._add("teardown", time.monotonic() - begun)

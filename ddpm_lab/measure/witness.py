@@ -134,6 +134,14 @@ def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     ]
 
 
+def drift(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Whether a rank ended with other threads than it was read to have, so that its speed is of neither number."""
+    first, last = before.get("threads"), after["threads"]
+    if first in (None, last):
+        return []
+    return [f"rank {after['rank']} changed its threads from {first} to {last} while it was measured: set them at first"]
+
+
 def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     """Whether a rank used as many images as its steps and the batch of its label ask for."""
     images, expected = seen.get("images"), seen.get("steps", 0) * config.rank_batch_size
