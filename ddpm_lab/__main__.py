@@ -101,7 +101,8 @@ def _sentence(error: BaseException) -> str:
         return f"cannot use {place}: {error.strerror or error}; check permissions and space, or choose another place"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed here: install it with pip, or use a checkout after make setup"
-    return str(error) if isinstance(error, LabError) else "out of memory, or nested too deeply; --debug shows where"
+    lacks = "out of memory or processes, or nested too deeply; --debug shows where"
+    return str(error) if isinstance(error, LabError) else lacks
 
 
 def _parser(words: Sequence[str]) -> Parser:

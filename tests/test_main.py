@@ -133,7 +133,7 @@ OUTSIDE: dict[BaseException, str] = {
     OSError(errno.ENOSPC, "No space left on device", "/a/b"): "/a/b: No space left on device",
     PermissionError(errno.EACCES, "Permission denied", "/a\nb"): "/a\\nb: Permission denied",
     MemoryError(): "out of memory",
-    RuntimeError("can't start new thread"): "out of memory",
+    RuntimeError("can't start new thread"): "out of memory or processes",
 }
 
 

@@ -106,7 +106,8 @@ class Group(AbstractContextManager["Group"]):
         except BaseException as error:
             self.kill()
             if isinstance(error, (EOFError, ConnectionError, psutil.NoSuchProcess)):
-                raise GroupFailed("crashed", "the process that starts the ranks ended while starting one") from error
+                ended = "the process that starts the ranks ended while starting one, as for want of memory"
+                raise GroupFailed("crashed", ended) from error
             raise
         self.start_seconds = time.monotonic() - begun
         self.build_seconds = max((float(report["build_seconds"]) for report in built), default=self.start_seconds)
