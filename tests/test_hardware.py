@@ -272,6 +272,8 @@ def test_this_machine_can_run_the_lab_and_nothing_is_changed(tmp_path: Path, cal
     code, out, _ = call("check", "--output-dir", tmp_path, "--json")
     assert (code, json.loads(out)["can_run"]) == (0, True)
     assert call("check", "--output-dir", tmp_path)[1].endswith("The lab can run here.\n")
+    code, _, said = call("check", "--minutes", "3")
+    assert (code, "--minutes has no effect there" in said) == (2, True), "not accepted and ignored"
 
 
 def test_what_is_missing_is_named_with_what_it_would_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

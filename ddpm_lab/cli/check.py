@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpm_lab.checks import missing_to_compile
-from ddpm_lab.cli.options import Command, given, tell
+from ddpm_lab.cli.options import Command, given, refuse_others, tell
 from ddpm_lab.files import ROOM_BYTES, output_folder
 from ddpm_lab.measure import hardware
 
@@ -49,6 +49,7 @@ def check(options: argparse.Namespace) -> int:
         found = calibration.calibrate(**given(options, "minutes", "device"), output_dir=output)
         tell(options, found.as_dict(), calibration.lines(found))
         return 0 if found.passed else 1
+    refuse_others(options, "instrument", "output_dir", "json", why="check measures with --instrument alone")
     rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in checkup(output)]
     runnable = all(row["present"] for row in rows if row["needed"])
     lines = [
