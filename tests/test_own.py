@@ -24,6 +24,7 @@ from conftest import Call
 from fresh_processes import advance, context, seen
 from torch.nn.functional import cross_entropy
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, OWN_LOADER, OptimizerConfig, RunConfig
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.explain.table import plain
@@ -421,10 +422,10 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
 
 @pytest.fixture
 def looked(here: Path, instrument: Instrument) -> Callable[..., Own]:
-    def looked(more: str = "", function: str = "make") -> Own:
+    def looked(more: str = "", function: str = "make", *, judged: bool = False) -> Own:
         own_modules.write(here, more)
         check_name("profile", name := f"mine:{function}")
-        return look_at(name, instrument, device="cpu", seed=0)[0]
+        return look_at(name, instrument, device="cpu", seed=0, judged=judged)[0]
 
     return looked
 
@@ -435,6 +436,24 @@ def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> No
     assert dataclasses.replace(found, offers=WHOLE.offers) == WHOLE
     assert set(found.offers) == set(WHOLE.offers)
     assert looked("\ndef loop():\n    while True:\n        yield 1.0\n", "loop") == LOOP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "held_out", "judged", "words"),
+    [
+        ("loss", "lambda model: 1 / 0", True, "ZeroDivisionError"),
+        ("loss", "lambda model: None", True, "held_out_loss returned nothing: let it return a number"),
+        ("loss", "lambda model: torch.inf", True, "a loss is inf after the first step"),
+        ("lambda *given: loss(*given) * torch.nan", "None", False, "a loss is nan after the first step"),
+    ],
+)
+def test_a_loss_that_would_fail_after_minutes_of_measuring_is_refused_before(
+    looked: Callable[..., Own], loss: str, held_out: str, judged: bool, words: str
+) -> None:
+    given = f"Training(model=Net(), data=data(), loss={loss}, held_out_loss={held_out})"
+    with pytest.raises(ConfigError, match=words):
+        looked(f"\ndef bad():\n    return {given}\n", "bad", judged=judged)
 
 
 @pytest.mark.slow

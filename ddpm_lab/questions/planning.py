@@ -206,7 +206,8 @@ def _experiment(
         setup = replace(setup, images=Images(folder="", sha256="", name="", image_size=size))
         ask(name, setup, **grid)  # refuses a wrong size or grid before an image is decoded or a rank is started
         if asked.workload is not None:
-            found, code = setting.look_at(asked.workload, instrument, device=device, seed=asked.seed)
+            judged = bool(grid.get("seeds"))
+            found, code = setting.look_at(asked.workload, instrument, device=device, seed=asked.seed, judged=judged)
             setup, instrument = setting.with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))

@@ -226,7 +226,12 @@ class OwnTraining(Step):
             allow_tf32(False)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
-            loss = float(self.made.held_out_loss(self.network))
+            found = self.made.held_out_loss(self.network)
+        try:
+            loss = float(found)
+        except (TypeError, ValueError) as error:
+            said = f"held_out_loss returned {described(found)}: let it return a number"
+            raise TypeError(f"{self.name}: {said}") from error
         if self.sets_precision:
             allow_tf32(self.config.precision == "tf32")
         for module, training in modes.items():

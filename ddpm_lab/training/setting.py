@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -383,8 +384,13 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
     return dataclasses.replace(code_version(loaded, tree), written=instrument.code.written)
 
 
-def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
-    """Run one step of a workload and return the first rank's witness and loaded code. Raises ConfigError on failure."""
+def look(
+    config: RunConfig, instrument: Instrument, tree: Tree | None = None, *, judged: bool = False
+) -> tuple[dict[str, Any], Loaded]:
+    """Run one step of a workload and return the first rank's witness and loaded code. Raises ConfigError on failure.
+
+    With ``judged`` its held-out loss, if it has one, is computed once as well.
+    """
     name = config.sources[-1]
     instrument.progress(f"looking at {name}")
     limit = instrument.limits.build_seconds
@@ -397,8 +403,12 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
             written=instrument.code.written,
             progress=lambda text: instrument.progress(f"{name}: {text}"),
         ) as group:
-            group.advance(1, limit)
+            losses = group.advance(1, limit)[0]["losses"]
             ranks, loaded = group.witness(), group.loaded()
+            if judged and "held_out_loss" in ranks[0].get("offers", ()):
+                losses.append(group.call("held_out_loss", limit, draws=1)[0]["loss"])
+            if wrong := [loss for loss in losses if not math.isfinite(loss)]:
+                raise GroupFailed("diverged", f"a loss is {wrong[0]} after the first step")
     except GroupFailed as failed:
         raise ConfigError(f"workload {name!r} cannot be measured: {failed.reason}") from failed
     if wrong := mismatches(config, [{**seen, "unlisted_modules": []} for seen in ranks]):
@@ -408,10 +418,15 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
     return ranks[0], loaded._replace(settings=settings_among(read, folders, map(Path, loaded.modules.values())))
 
 
-def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tuple[Own, CodeVersion]:
-    """Test the user's training ``name`` and return it with its code version. Raises ConfigError if its step fails."""
+def look_at(
+    name: str, instrument: Instrument, *, device: str, seed: int, judged: bool = False
+) -> tuple[Own, CodeVersion]:
+    """Test the user's training ``name`` and return it with its code version. Raises ConfigError if it fails.
+
+    ``judged``: quality is asked for, so its held-out loss is tested too.
+    """
     config = RunConfig(**Own(name=name).settings(), device=device, seed=seed, global_batch_size=OWN_BATCH)
-    witness, loaded = look(config, instrument)
+    witness, loaded = look(config, instrument, judged=judged)
     offers = ("training", *witness["offers"]) if "offers" in witness else ()
     options = [(key, witness[key]) for key in OBSERVED_OPTIONS if offers]
     if "loss" not in offers:
