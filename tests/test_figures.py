@@ -160,6 +160,18 @@ def test_lines_and_their_intervals_are_where_the_numbers_are() -> None:
     assert ax.get_xticks().tolist() == [1, 2, 4]
 
 
+def test_a_name_with_bytes_that_are_no_text_is_drawn_with_escapes() -> None:
+    name = "a\udcff.py"  # what Python makes of such a byte in a command line or a folder
+    row = charts.Row(name=name, value=1.1, low=1.0, high=1.2, text=name)
+    panels = [charts.Panel(rows=[row, charts.Row(name="b", missing=name)], heading=name)]
+    figure = charts.forest(panels, title=name, context=name, note=name)
+    plot = charts.Plot(lines=[charts.Line(name=each, x=[1.0, 2.0], y=[1.0, 2.0]) for each in (name, "b")])
+    curve = charts.lines([plot], title="", context="")
+    assert charts.png(figure)
+    assert charts.png(curve)
+    assert r"a\udcff.py" in [text.get_text() for text in figure.axes[0].texts]
+
+
 def test_a_text_as_long_as_a_book_is_cut() -> None:
     """As of a command line that a record names: laying out all of it takes a minute."""
     rows = [replace(ROWS[0], name="x" * 200_000, text="$\\foo$ " * 9_000)]

@@ -66,7 +66,11 @@ _FIXED: Any = {
 
 
 def fill(text: str, width: int) -> str:
-    """Text in lines of ``width`` characters; what is longer than a page, as a command line may be, is cut."""
+    """Text in lines of ``width`` characters; what is longer than a page, as a command line may be, is cut.
+
+    Bytes of a file's name that are no text are written as escapes: no font can draw them.
+    """
+    text = text.encode(errors="backslashreplace").decode()
     return textwrap.fill(text if len(text) <= LONGEST else f"{text[:LONGEST]} ...", width)
 
 
