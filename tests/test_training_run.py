@@ -256,6 +256,18 @@ def test_a_checkpoint_that_cannot_be_read_now_stays_where_it_is(
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == names
 
 
+def test_a_log_that_cannot_be_read_now_stays_as_it_is(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks()
+    run(tmp_path, 10, save_every=5, **NEVER)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: _raise(OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(RunFailed, match="Stale file handle"):
+        run(tmp_path, 12, save_every=5, **NEVER)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
 def _raise(error: BaseException) -> NoReturn:
     raise error
 

@@ -113,9 +113,9 @@ _ROW = Entries({"step": int, "loss": float}, images_per_second=_rate, held_out_l
 
 
 def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """Rows of a run's log up to the step ``last``, each step once."""
+    """Rows of a run's log up to the step ``last``, each step once. Raises OSError for a log that cannot be read now."""
     following = 0
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         for line in (folder / LOG).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
                 row = _ROW.read(parsed(line), "")
