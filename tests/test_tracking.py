@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import socket
 import sys
@@ -141,6 +142,22 @@ def test_whatever_fails_is_said_once(
     tracker.close()
     assert len(said) == 1
     assert words in said[0]
+
+
+def test_of_the_errors_that_comet_logs_the_first_is_told_and_no_other_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While its console shows less, its logger lets no error through by itself."""
+    monkeypatch.setattr(logger := logging.getLogger("comet_ml"), "level", logging.CRITICAL)
+    module = SimpleNamespace(ExperimentConfig=SimpleNamespace, start=lambda **_: Stand())
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    said: list[str] = []
+    tracker = Tracker("comet", tmp_path, "0" * 32, name="x", say=said.append)
+    for number in range(3):
+        logger.getChild("connection").error("error %d", number)
+    assert len(tracker._errors.buffer) == 1
+    tracker.close()
+    assert "(error 0)" in said[0]
 
 
 def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

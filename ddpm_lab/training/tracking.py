@@ -54,6 +54,7 @@ class Tracker:
         self._online, self._folder, self._key, self._say = kind == "comet", folder, key, say
         self._errors = logging.handlers.BufferingHandler(sys.maxsize)  # comet_ml logs most errors, and raises few
         self._errors.setLevel(logging.ERROR)
+        self._errors.addFilter(lambda _: not self._errors.buffer)  # the first is told, and no other kept
         self._experiment: Any = None
         try:
             self._experiment = self._open(name)
@@ -92,7 +93,9 @@ class Tracker:
         import comet_ml  # noqa: PLC0415 - optional, and reads the environment when imported
 
         sys.excepthook = hook
-        logging.getLogger("comet_ml").addHandler(self._errors)
+        logger = logging.getLogger("comet_ml")
+        logger.addHandler(self._errors)
+        logger.setLevel(logging.ERROR)  # it takes the console's level for that of every handler
         own = [setting for setting in vars(comet_ml.ExperimentConfig()) if re.match("auto_|log_|parse_", setting)]
         config = comet_ml.ExperimentConfig(
             name=name,
