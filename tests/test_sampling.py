@@ -202,11 +202,13 @@ def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ran
     folder = checkpoint.parent / "images"
     assert len(list(folder.glob("*.png"))) == 4
     (folder / "000002.png").write_text("")  # its content was lost with the power
+    (folder / "000004.png.99.partial").write_text("of a rank that was killed while it wrote")
     mine = Image.new("RGB", (8, 8), "red")
     mine.save(folder / "000003.png")
     mine.resize((9, 9)).save(folder / "000000.png")
     group = ranks()
     paths = draw(checkpoint, 9, seed=3, weights="trained", world_size=2, batch_size=1)
+    assert not [*folder.glob("*.partial")]
     config = group.configs[0]
     assert config.option("numbers", ()) == (0, 2, 4, 5, 6, 7, 8)
     assert (config.world_size, config.global_batch_size, config.precision, config.seed) == (2, 2, "fp32", 3)

@@ -121,6 +121,8 @@ def _claimed(folder: Path, origin: dict[str, Any]) -> Iterator[None]:
     try:
         if not lock(held, wait=False):
             raise ConfigError(f"{folder}: another command makes images there: let it end, or give another --output-dir")
+        for left in folder.glob("*.png.*.partial"):
+            left.unlink(missing_ok=True)  # of a command that was killed while it wrote
         if any(folder.glob("*.png")):
             _check_origin(folder, origin)
         else:
