@@ -127,6 +127,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: dict[str, Any
         assert "\n" not in str(caught.value)
 
 
+def test_a_device_or_a_folder_is_refused_and_not_read(tmp_path: Path) -> None:
+    """Others than this device never end."""
+    for path in (Path("/dev/null"), tmp_path):
+        with pytest.raises(CheckpointError, match="it is no file"):
+            read(path)
+
+
 def _bytes(content: Any) -> bytes:
     file = io.BytesIO()
     torch.save(content, file)

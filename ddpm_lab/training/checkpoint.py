@@ -90,6 +90,8 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: the file cannot be read, is damaged, or does not hold what a checkpoint of its network holds.
     """
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe may never end
+            raise CheckpointError("it is no file")
         with zipfile.ZipFile(path) as file:
             return _checked(file)
     except OSError as error:
