@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from statistics import fmean
@@ -158,6 +159,25 @@ def test_of_the_errors_that_comet_logs_the_first_is_told_and_no_other_kept(
     assert len(tracker._errors.buffer) == 1
     tracker.close()
     assert "(error 0)" in said[0]
+
+
+@comet
+def test_a_server_that_does_not_answer_is_asked_a_few_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked, said = list[str](), list[str]()
+
+    def hang_up(server: socket.socket) -> None:
+        while True:
+            there, _ = server.accept()
+            asked.append(there.recv(9999).decode(errors="replace"))
+            there.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=hang_up, args=[server], daemon=True).start()
+        monkeypatch.setenv("COMET_URL_OVERRIDE", f"http://127.0.0.1:{server.getsockname()[1]}/clientlib/")
+        monkeypatch.setenv("COMET_API_KEY", "x" * 25)
+        Tracker("comet", tmp_path, "0" * 32, name="x", say=said.append)
+    assert sum("add/run" in text for text in asked) == 3
+    assert len(said) == 1
 
 
 def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "COMET_LOGGING_CONSOLE": "CRITICAL",
     "COMET_TIMEOUT_CLEANING": "60",  # seconds that the end of a run waits for what is not sent yet
     "COMET_TIMEOUT_UPLOAD": "60",
+    "COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL": "2",  # a server that does not answer keeps no run waiting for minutes
 }
 STATE = (
     *("cpu_utilisation_percent", "ram_used_bytes", "gpu_utilisation_percent", "gpu_memory_used_bytes"),
