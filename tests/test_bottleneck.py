@@ -101,6 +101,32 @@ def test_networks_stand_side_by_side_on_one_scale() -> None:
         assert points == pytest.approx(list(ratios.values()), rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        (({"bf16": 0.8}, {"bf16": 1.6}), "depends on the network"),
+        (({"bf16": 0.8}, {}, {"bf16": 1.6}), "depends on the batch"),
+        (({"bf16": 0.8}, {}, {}, {"bf16": 1.6}), "depends on network and batch"),
+        (({"bf16": 1.4}, {"bf16": 1.5}), "What each change is worth"),
+        (({"bf16": 1.4}, {"fused kernels": 0.8}), "What each change is worth"),
+        (({}, {}), ""),  # every change failed
+        (({"bf16": 1.4}, {}), ""),
+        (({"bf16": 0.8}, *7 * [{"bf16": 1.6}]), ""),  # too many to be read
+    ],
+)
+def test_side_by_side_says_what_a_change_depends_on(planted: tuple[dict[str, float], ...], says: str) -> None:
+    shown = list[RunRecord]()
+    for i, ratios in enumerate(planted):
+        base = replace(CONFIG, network=("tiny", "seed")[i % 2], global_batch_size=8 << i // 2)
+        changed = {"bf16": replace(base, precision="bf16"), "fused kernels": replace(base, kernels="fused")}
+        rows = {name: (changed[name], ratio) for name, ratio in ratios.items()}
+        lost = {} if rows else {"bf16": (changed["bf16"], "crashed", "no compiler")}
+        family = f"{base.network}, batch {base.global_batch_size}{question.CHANGES}"
+        shown += make.sets(rows, baseline=base, experiment="bottleneck", family=family, failures=lost)
+    titles = [figure.subfigs[0].texts[0].get_text() for _, figure, _ in question.answer(study(*shown)).figures()]
+    assert [says in title.replace("\n", " ") for title in titles] == [True] * bool(says)
+
+
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 

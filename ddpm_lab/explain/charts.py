@@ -152,7 +152,7 @@ def row_panels(
     The y axis is in inches; ``centres`` says where rows lie.
     """
     sizes = [sum(map(_height, panel.rows)) for panel in panels]
-    heads = [fill(p.heading, 34 if beside else 66) for p in panels]
+    heads = [fill(p.heading, 66 // len(panels) if beside else 66) for p in panels]
     above = [0.3 + 0.17 * h.count("\n") if h else 0.08 for h in heads]
     body = max(sizes) + max(above) if beside else sum(sizes) + sum(above)
     figure, middle = sheet(title, context, body + 0.55, note)

@@ -39,6 +39,8 @@ QUESTION = Question(title="What should be changed next?", file="bottleneck")
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5  # share of the time that cold compiles may take: the rest is for what they are compared with
 CHANGES, SIZES = ", one change at a time", ", batch sizes"
+MOST_BESIDE = 6
+"""Panels that fit beside each other."""
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
@@ -153,18 +155,18 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
 
 def answer(study: Study) -> Answer:
     """The speed of every change; where several networks or batches were measured, side by side too."""
-    view = View("What one change does depends on network and batch", "by_network", partial(_by_network, study))
+    view = View("Each change, by network and batch", "by_network", partial(_by_network, study))
     return speeds(study, findings.compared(study), views=[view])
 
 
 def _by_network(study: Study) -> Figure | None:
-    """A panel for each network and batch, from the smallest; None if there are not two."""
+    """A panel for each network and batch, from the smallest; None if there are not two, or more than fit."""
     every = [[r for r in rows if r.sets] for rows in families(comparisons(study)) if rows[0].family.endswith(CHANGES)]
     shown = sorted(
-        (rows for rows in every if len(rows) > 1),
+        (rows for rows in every if any(r.role == "candidate" for r in rows)),
         key=lambda rows: (list(NETWORKS).index(rows[0].config.network), rows[0].batch),
     )
-    if len(shown) < 2:
+    if not 2 <= len(shown) <= MOST_BESIDE:
         return None
     panels, found = list[Panel](), dict[str, list[Comparison]]()
     labels = dict.fromkeys(r.label for rows in shown for r in rows if r.role == "candidate")
@@ -177,17 +179,34 @@ def _by_network(study: Study) -> Figure | None:
         panels.append(Panel(rows=cells, heading=head, reference=1, band=band(rows)))
         for name, row in known.items():
             found.setdefault(name, []).append(row)
-    contrary = [rows for rows in found.values() if {stats.FASTER, stats.SLOWER} <= {r.verdict for r in rows}]
-    most = max(contrary or found.values(), key=lambda rows: max(r.ratio.value for r in rows))
-    ends = [end(r.ratio.value for r in most) for end in (min, max)]
+    gaps = any(len(rows) < len(shown) for rows in found.values())
     return forest(
         panels,
-        title=f"{most[0].label} trains {ends[0]:.2f} to {ends[1]:.2f} times as fast: it depends on the network",
+        title=_by_network_title([*found.values()]),
         context=phrases.context(study),
         note=f"Speed relative to the same step without the change, with its 95 % interval. {MEANING} "
-        "Band: the baseline repeated.",
+        f"Band: the baseline repeated.{' No point: not measured, or failed.' * gaps}",
         beside=True,
     )
+
+
+def _by_network_title(found: Sequence[Sequence[Comparison]]) -> str:
+    """Name what the change with the largest gain depends on, of those that are faster in one place, slower in another.
+
+    ``found`` holds each change's comparisons.
+    """
+    contrary = [rows for rows in found if {stats.FASTER, stats.SLOWER} <= {r.verdict for r in rows}]
+    if not contrary:
+        return "What each change is worth, by network and batch"
+    most = max(contrary, key=lambda rows: max(r.ratio.value for r in rows))
+    low, high = (end(most, key=lambda r: r.ratio.value) for end in (min, max))
+    apart = [(a, b) for a in most for b in most if (a.verdict, b.verdict) == (stats.FASTER, stats.SLOWER)]
+    network, batch = (
+        any(a.batch == b.batch for a, b in apart),
+        any(a.config.network == b.config.network for a, b in apart),
+    )
+    what = "network and batch" if network is batch else "the network" if network else "the batch"
+    return f"{low.label} trains {phrases.ratio(low)} to {phrases.ratio(high)} times as fast: it depends on {what}"
 
 
 # --- the configuration in question ------------------------------------------------------------------------------------
