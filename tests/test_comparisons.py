@@ -10,7 +10,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.record import RunRecord
 
@@ -145,6 +145,14 @@ def test_each_look_is_paid_for_and_those_of_one_moment_are_one() -> None:
     other = make.sets({"other": (replace(BF16, seed=5), 1.0)}, baseline=RunConfig(seed=5), family="other", seed=5)
     before = replace(looks[0], look={"sets": sorted({r.set_id for r in other}), "log_ratios": {}})
     assert row([*records, *other], looks=[before, look(records, range(8), 30)]).level == 0.035, "of another family"
+
+
+def test_a_figure_counts_the_sets_of_its_answer() -> None:
+    records = make.sets({"bf16": (RunConfig(precision="bf16"), 1.2)}, count=9)
+    seen = list(dict.fromkeys(r.set_id for r in records))[:6]
+    shown = replace(make.study(records), looks=(make.look(records[0], seen, "2026-01-03T12:00:00+00:00"),))
+    assert [c.sets for c in comparisons(shown) if c.role == "candidate"] == [6]
+    assert phrases.context(shown).endswith("6 sets of 6 turns")
 
 
 def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:

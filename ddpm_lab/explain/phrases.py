@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
@@ -158,7 +158,10 @@ def context(study: Study, *, batch: bool = True) -> str:
         # Sets that others disturbed are in no ratio; where there are no others, their speed is all that is shown.
         lost = crowded_sets(shown)
         measured = [r for r in measured if r.set_id not in lost] or measured
-        sets = Counter((r.experiment, r.family, r.run_id, r.baseline_id) for r in measured).values()
+        counted = Counter((r.experiment, r.family, r.run_id, r.baseline_id) for r in measured).values()
+        sets = [
+            c.sets for c in comparisons(study) if c.role == "candidate" and c.sets
+        ] or counted  # those of the answer
         turns = {len(r.windows) for r in measured}
         ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
         parts.append(" of ".join(f"{low} to " * (low < high) + plural(high, noun) for low, high, noun in ranges))
