@@ -192,6 +192,12 @@ def test_a_search_that_finds_nothing_or_whose_winner_fails_says_so() -> None:
     assert "no memory" in told.claim
 
 
+def test_where_every_change_failed_it_does_not_say_that_nothing_was_tried() -> None:
+    records = make.sets({}, failures={"bf16": (RunConfig(precision="bf16"), "crashed", "no memory")})
+    assert answer(study(records)).finding.headline == "No change of a step has a measured speed yet on this machine"
+    assert answer(study([])).finding.headline == "Nothing is measured yet on this machine"
+
+
 def test_the_command_that_judges_a_search_holds_to_what_it_was_held_to() -> None:
     held = (("precision", ("bf16", "fp32")), ("batch", ("8",)))
     found = planted.searched(replace(planted.SPACE, only=held, preset="full"))

@@ -267,7 +267,8 @@ def _nothing(study: Study) -> Finding:
     if any(c.disturbed_sets for c in able) and not any(c.sets for c in able if c.role == "candidate"):
         way_out = _search_command(study, last[0]) if last else _again(study)
         return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *machine_state.warnings(late), way_out=way_out)
-    return plain(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
+    tried = "No change of a step has a measured speed" if study.records else "Nothing is measured"
+    return plain(study, f"{tried} yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
 
 
 def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
