@@ -55,6 +55,14 @@ def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     assert not answer(peer_records.study(*peer_records.against())).figures()
 
 
+def test_the_table_turns_the_repeated_baseline_as_the_finding_does() -> None:
+    shown = answer(peer_records.study(*peer_records.against(twin_ratio=1.1)))
+    (cell,) = (row["This trainer is"] for row in shown.table() if row["Configuration"].endswith("repeated"))
+    low_to_high = cell.split("(")[1].rstrip(")")
+    assert cell.startswith("0.9")
+    assert f"the baseline repeated {low_to_high}" in shown.finding.evidence
+
+
 def test_a_trainer_with_fewer_seeds_takes_none_from_another() -> None:
     ((_, rows),) = trained(worse=0.02, beside={"slow": 0.02}).tables()
     assert [(row["Configuration"], row["Seeds"]) for row in rows] == [("slow", "1"), ("slow, tuned", "3")]

@@ -328,7 +328,7 @@ def _is_rival(family: str) -> bool:
 
 def table(study: Study) -> Table:
     """How many times as fast this trainer is as each other, beside speed, size and memory of that one."""
-    shown = [_turned(r) if r.role == "candidate" else r for r in comparisons(study) if _is_rival(r.family)]
+    shown = [r if r.role == "baseline" else _turned(r) for r in comparisons(study) if _is_rival(r.family)]
 
     def columns(row: Comparison) -> dict[str, str]:
         wanted = (row.run_id, row.family, row.role, "ok")
