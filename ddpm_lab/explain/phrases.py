@@ -1,7 +1,6 @@
 """Numbers and settings in words, the same in sentences, tables and figures."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
@@ -10,7 +9,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, crowded_sets
+from ddpm_lab.record import RunRecord
 
 DISTURBED = "other processes disturbed every set"
 DASH = "\N{EN DASH}"
@@ -153,16 +152,10 @@ def context(study: Study, *, batch: bool = True) -> str:
     if batch and (ours or own):
         parts.append(f"batch {joined(sorted({c.global_batch_size for c in configs}))}")
     parts += [joined(r.data_name for r in shown if r.data_name), study.date]
-    timed = [r for r in shown if r.role in ("baseline", "candidate") and r.windows]
-    if measured := [r for r in timed if r.role == "candidate"] or timed:
-        # Sets that others disturbed are in no ratio; where there are no others, their speed is all that is shown.
-        lost = crowded_sets(shown)
-        measured = [r for r in measured if r.set_id not in lost] or measured
-        counted = Counter((r.experiment, r.family, r.run_id, r.baseline_id) for r in measured).values()
-        sets = [
-            c.sets for c in comparisons(study) if c.role == "candidate" and c.sets
-        ] or counted  # those of the answer
-        turns = {len(r.windows) for r in measured}
+    measured = [c for c in comparisons(study) if c.sets and c.role in ("baseline", "candidate")]
+    measured = [c for c in measured if not c.family.endswith(LOST)] or measured
+    if measured := [c for c in measured if c.role == "candidate"] or measured:
+        sets, turns = [c.sets for c in measured], [c.turns for c in measured]
         ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
         parts.append(" of ".join(f"{low} to " * (low < high) + plural(high, noun) for low, high, noun in ranges))
     return " \N{MIDDLE DOT} ".join(filter(None, parts))

@@ -307,7 +307,7 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         for look in (r.quality or {}).get("held_out", ())
     )
     which = (
-        "averaged or trained weights, whichever are better; this trainer by the former"
+        "averaged or trained weights, whichever are better; this trainer and the published code by the former"
         if chosen
         else "averaged weights"
     )
