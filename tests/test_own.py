@@ -422,10 +422,10 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
 
 @pytest.fixture
 def looked(here: Path, instrument: Instrument) -> Callable[..., Own]:
-    def looked(more: str = "", function: str = "make", *, judged: bool = False) -> Own:
+    def looked(more: str = "", function: str = "make") -> Own:
         own_modules.write(here, more)
         check_name("profile", name := f"mine:{function}")
-        return look_at(name, instrument, device="cpu", seed=0, judged=judged)[0]
+        return look_at(name, instrument, device="cpu", seed=0)[0]
 
     return looked
 
@@ -440,20 +440,22 @@ def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loss", "held_out", "judged", "words"),
+    ("loss", "held_out", "seeds", "words"),
     [
-        ("loss", "lambda model: 1 / 0", True, "ZeroDivisionError"),
-        ("loss", "lambda model: None", True, "held_out_loss returned nothing: let it return a number"),
-        ("loss", "lambda model: torch.inf", True, "a loss is inf after the first step"),
-        ("lambda *given: loss(*given) * torch.nan", "None", False, "a loss is nan after the first step"),
+        ("loss", "lambda model: 1 / 0", 1, "ZeroDivisionError"),
+        ("loss", "lambda model: None", 1, "held_out_loss returned nothing: let it return a number"),
+        ("loss", "lambda model: torch.inf", 1, "a loss is inf after the first step"),
+        ("lambda *given: loss(*given) * torch.nan", "None", None, "a loss is nan after the first step"),
     ],
 )
 def test_a_loss_that_would_fail_after_minutes_of_measuring_is_refused_before(
-    looked: Callable[..., Own], loss: str, held_out: str, judged: bool, words: str
+    here: Path, loss: str, held_out: str, seeds: int | None, words: str
 ) -> None:
     given = f"Training(model=Net(), data=data(), loss={loss}, held_out_loss={held_out})"
+    own_modules.write(here, f"\ndef bad():\n    return {given}\n")
     with pytest.raises(ConfigError, match=words):
-        looked(f"\ndef bad():\n    return {given}\n", "bad", judged=judged)
+        experiments.run("amp", preset="smoke", workload="mine:bad", output_dir=here / "out", seeds=seeds, quiet=True)
+    assert not [*here.rglob("ledger.jsonl")]
 
 
 @pytest.mark.slow

@@ -50,9 +50,6 @@ def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     assert row["Time to it"] == phrases.seconds(1.6 * 8000 / 32)
     assert [name for _, _, name in trained(worse=0.02).figures()] == ["time_to_loss"]
     assert not trained(worse=1.0).tables(), "it ends above what this trainer begins with"
-    alone = trained(worse=0.02, beside={"slow": 0.02}).study
-    others = tuple(t for t in alone.trials if t.label != "fp32")
-    assert not answer(replace(alone, trials=others)).tables(), "this trainer has no run"
     ((_, (row,)),) = trained(worse=0.02, rises=0.1).tables()
     assert (row["Held-out loss"], row["This trainer's"]) == ("0.3700", "7,200"), "what it loses again it has reached"
     assert not answer(peer_records.study(*peer_records.against())).figures()

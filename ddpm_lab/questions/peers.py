@@ -213,7 +213,7 @@ class _Trained(NamedTuple):
 def _time_to_loss(study: Study) -> tuple[View, ...]:
     """How long trainers take to a held-out loss that this one reached too: figure and table, if any were trained."""
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
-        if len(trained := _trained(rows)) > 1 and trained[0].row.role == "baseline":
+        if len(trained := _trained(rows)) > 1:
             what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
             caption = f"{rows[0].family}: {what}"
             drawn = partial(_by_time, trained, phrases.context(study))
