@@ -21,9 +21,9 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE, COMPILE_MODES = ("off", "regional", "whole"), ("default", "reduce-overhead", "max-autotune")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` returns its first batch at every step, which removes the cost of loading; it cannot train a network."""
-NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
-"""Names of the networks, each with the number that the image size must be a multiple of."""
-SEED_FAMILY = ("seed", "s000")
+NETWORKS = {"tiny": 4, "seed-16": 4, "seed-32": 4, "seed": 4, "ddpm": 8, "s000": 4}
+"""Names of the networks from the smallest, each with the number that the image size must be a multiple of."""
+SEED_FAMILY = ("seed-16", "seed-32", "seed", "s000")
 LOSSES = ("l1", "l2")
 HOOKS = ("none", "bf16", "fp16")
 _PCIE = (

@@ -13,7 +13,7 @@ from setups import setup
 
 from ddpm_lab.cli.measure import bottleneck_report, bottleneck_study
 from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
-from ddpm_lab.explain import findings, phrases
+from ddpm_lab.explain import charts, findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.held import Held
@@ -82,7 +82,7 @@ def test_compiles_that_take_more_than_half_of_the_time_are_left_out_with_the_rea
 
 
 def test_networks_stand_side_by_side_on_one_scale() -> None:
-    """Each change at its ratio in each network's panel, a gap where none was measured; one network has no such view."""
+    """Each change at its ratio in each network's row, a gap where none was measured; one network has no such view."""
     planted = {"tiny": {"bf16": 0.8, "fused kernels": 1.2}, "seed": {"bf16": 1.6}}
     shown = list[RunRecord]()
     for network, ratios in planted.items():
@@ -94,11 +94,15 @@ def test_networks_stand_side_by_side_on_one_scale() -> None:
         shown += make.sets(rows, baseline=base, experiment="bottleneck", family=family)
     ((_, figure, name),) = question.answer(study(*shown)).figures()
     assert name == "by_network"
-    assert [ax.get_title("left") for ax in figure.axes] == ["tiny, batch 8", "seed, batch 8"]
+    assert [ax.get_title("left") for ax in figure.axes] == ["bf16", "fused kernels"]
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
-    for ax, ratios in zip(figure.axes, planted.values(), strict=True):
-        points = [float(np.ravel(line.get_xdata())[0]) for line in ax.lines if line.get_marker() == "o"]
-        assert points == pytest.approx(list(ratios.values()), rel=0.03)
+    names = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_yticklabels()]
+    assert names == ["tiny, batch 8: 0.044 M parameters", "seed, batch 8: 10 M parameters"]
+    places = charts.centres([charts.Row(name=name) for name in names])
+    for ax, change in zip(figure.axes, ("bf16", "fused kernels"), strict=True):
+        points = [np.ravel([line.get_xdata(), line.get_ydata()]) for line in ax.lines if line.get_marker() == "o"]
+        wanted = [(r[change], y) for r, y in zip(planted.values(), places, strict=True) if change in r]
+        assert np.array(points) == pytest.approx(np.array(wanted), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_networks_stand_side_by_side_on_one_scale() -> None:
         (({"bf16": 1.4}, {"fused kernels": 0.8}), "What each change is worth"),
         (({}, {}), ""),  # every change failed
         (({"bf16": 1.4}, {}), ""),
-        (({"bf16": 0.8}, *7 * [{"bf16": 1.6}]), ""),  # too many to be read
+        (({"bf16": 0.8}, *7 * [{"bf16": 1.6}]), "network and batch"),
     ],
 )
 def test_side_by_side_says_what_a_change_depends_on(planted: tuple[dict[str, float], ...], says: str) -> None:

@@ -32,10 +32,12 @@ from ddpm_lab.diffusion.blocks import (
 )
 
 # tiny is made for a CPU: a training step of some 10 ms at batch 8 on two cores, and few kernels to compile. Both rule
-# out more than one level, because its cost is the number of operators, not their size. s000 is the seed network, twice
-# as wide.
+# out more than one level, because its cost is the number of operators, not their size. seed-16 and seed-32 are the seed
+# network at these widths, to show from which size a setting pays; s000 is twice as wide.
 NETWORKS = {
     "tiny": UNetConfig(family="ddpm", width=16, multipliers=(1,), groups=8, blocks=1, patch=2),
+    "seed-16": UNetConfig(family="seed", width=16, multipliers=(1, 2, 4), groups=8, heads=1),
+    "seed-32": UNetConfig(family="seed", width=32, multipliers=(1, 2, 4), groups=8, heads=2),
     "seed": UNetConfig(family="seed", width=64, multipliers=(1, 2, 4), groups=8),
     "ddpm": UNetConfig(family="ddpm", width=128, multipliers=(1, 2, 2, 2), groups=32, attention_levels=(1,)),
     "s000": UNetConfig(family="seed", width=128, multipliers=(1, 2, 4), groups=8),

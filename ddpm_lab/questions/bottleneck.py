@@ -16,7 +16,7 @@ from ddpm_lab.config import DDPM, NETWORKS, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain import findings, machine_state, pages, phrases, quality, stats
 from ddpm_lab.explain import table as tables
-from ddpm_lab.explain.answer import MEANING, Answer, View, band, speeds
+from ddpm_lab.explain.answer import MEANING, Answer, View, speeds
 from ddpm_lab.explain.answer import row as ratio_row
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.charts import Figure, Panel, Row, forest
@@ -29,6 +29,7 @@ from ddpm_lab.plan import SEARCH, Experiment, Family, Question
 from ddpm_lab.questions import profile as bd
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
+from ddpm_lab.questions.multi_gpu import PARAMETERS
 from ddpm_lab.questions.profile import TARGETS, Budget
 from ddpm_lab.questions.recommendation import FASTER, GOOD, INCONCLUSIVE, Change, change, changes_table, single
 from ddpm_lab.record import RunRecord
@@ -39,8 +40,8 @@ QUESTION = Question(title="What should be changed next?", file="bottleneck")
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5  # share of the time that cold compiles may take: the rest is for what they are compared with
 CHANGES, SIZES = ", one change at a time", ", batch sizes"
-MOST_BESIDE = 6
-"""Panels that fit beside each other."""
+MOST_BESIDE = 4
+"""Panels that can be read beside each other."""
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
@@ -160,34 +161,48 @@ def answer(study: Study) -> Answer:
 
 
 def _by_network(study: Study) -> Figure | None:
-    """A panel for each network and batch, from the smallest; None if there are not two, or more than fit."""
+    """A panel for each change, those with the largest effects; a row for each network and batch, from the smallest.
+
+    None if there are not two rows.
+    """
     every = [[r for r in rows if r.sets] for rows in families(comparisons(study)) if rows[0].family.endswith(CHANGES)]
     shown = sorted(
         (rows for rows in every if any(r.role == "candidate" for r in rows)),
         key=lambda rows: (list(NETWORKS).index(rows[0].config.network), rows[0].batch),
     )
-    if not 2 <= len(shown) <= MOST_BESIDE:
+    if len(shown) < 2:
         return None
-    panels, found = list[Panel](), dict[str, list[Comparison]]()
-    labels = dict.fromkeys(r.label for rows in shown for r in rows if r.role == "candidate")
-    for rows in shown:
-        known = {r.label: r for r in rows if r.role == "candidate"}
-        cells = [
-            replace(ratio_row(known[name]), text="", dots=()) if name in known else Row(name=name) for name in labels
-        ]
-        head = rows[0].family.removesuffix(CHANGES).removesuffix(", 1 rank")
-        panels.append(Panel(rows=cells, heading=head, reference=1, band=band(rows)))
-        for name, row in known.items():
-            found.setdefault(name, []).append(row)
-    gaps = any(len(rows) < len(shown) for rows in found.values())
+    found = dict[str, dict[int, Comparison]]()  # of each change, by the place of its row
+    for place, rows in enumerate(shown):
+        for r in (r for r in rows if r.role == "candidate"):
+            found.setdefault(r.label, {})[place] = r
+    largest = sorted(found, key=lambda name: -max(_effect(r) for r in found[name].values()))[:MOST_BESIDE]
+    drawn = {name: rows for name, rows in found.items() if name in largest}
+    names, panels = [_work(rows[0]) for rows in shown], list[Panel]()
+    for label, cells in drawn.items():
+        rows_of = [ratio_row(cells[i], name) if i in cells else Row(name=name) for i, name in enumerate(names)]
+        panels.append(Panel(rows=[replace(r, text="", dots=()) for r in rows_of], heading=label, reference=1))
+    left = f"The {len(found) - len(drawn)} with the smallest effects are left out. " * (len(found) > len(drawn))
+    gaps = any(len(rows) < len(shown) for rows in drawn.values())
     return forest(
         panels,
-        title=_by_network_title([*found.values()]),
+        title=_by_network_title([[*rows.values()] for rows in drawn.values()]),
         context=phrases.context(study),
-        note=f"Speed relative to the same step without the change, with its 95 % interval. {MEANING} "
-        f"Band: the baseline repeated.{' No point: not measured, or failed.' * gaps}",
+        note=f"Speed with one change to a step, relative to the step without it, and its 95 % interval. {left}{MEANING}"
+        f"{' No point: not measured, or failed.' * gaps}",
         beside=True,
     )
+
+
+def _effect(row: Comparison) -> float:
+    """How far a ratio is from 1, either way; a difference that is not called counts as none."""
+    return abs(math.log(row.ratio.value)) if row.verdict in (stats.FASTER, stats.SLOWER) else 0.0
+
+
+def _work(row: Comparison) -> str:
+    """Network, batch and trained parameters: "seed, batch 8: 10 M parameters"."""
+    head, count = row.family.removesuffix(CHANGES).removesuffix(", 1 rank"), PARAMETERS[row.config.network]
+    return head if row.config.is_own else f"{head}: {count / 1e6:.2g} M parameters"
 
 
 def _by_network_title(found: Sequence[Sequence[Comparison]]) -> str:

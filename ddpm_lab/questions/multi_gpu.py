@@ -272,7 +272,10 @@ def memory(study: Study) -> Figure | None:
 USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 """Network and global batch size by kind of device, where neither was said."""
 SINGLE, MULTI, MEASURE, PRIOR = "single", "multi", "measure", "prior, not measured"
-PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
+PARAMETERS = {
+    **{"tiny": 44_332, "seed-16": 634_179, "seed-32": 2_520_707},
+    **{"seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227},
+}
 """Trained parameters of each network, which do not depend on the size of its images."""
 _VARIES = {
     *("network", "device", "threads", "world_size", "nodes"),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import SEED_FAMILY, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import Feed, Step, autocast, placed
 from ddpm_lab.diffusion.unet import NETWORKS, count_flops
@@ -48,7 +48,7 @@ class Theirs(NamedTuple):
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Peer":
     """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it, or such a network, is not there."""
     needs = "denoising_diffusion_pytorch", "ema_pytorch"
-    theirs, averages = _modules("denoising-diffusion-pytorch", config, ("seed", "s000"), *needs)
+    theirs, averages = _modules("denoising-diffusion-pytorch", config, SEED_FAMILY, *needs)
     shape = NETWORKS[config.network]
     unet = partial(theirs.Unet, dim=shape.width, dim_mults=shape.multipliers)
     diffusion = theirs.GaussianDiffusion(
@@ -82,7 +82,7 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
 def diffusers(config: RunConfig, context: RankContext) -> "Peer":
     """Diffusers' UNet2DModel with its DDPMScheduler. Raises Unsupported where it is not installed."""
     needs = "diffusers", "diffusers.training_utils"
-    theirs, training_utils = _modules("diffusers", config, ("seed", "ddpm", "s000"), *needs)
+    theirs, training_utils = _modules("diffusers", config, (*SEED_FAMILY, "ddpm"), *needs)
     shape = NETWORKS[config.network]
     width = shape.width
     # The ddpm network is one for one diffusers' own configuration of it; of the seed network's size is a U-Net of four
