@@ -235,6 +235,14 @@ def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(lab:
     assert Counter(name for name, _ in lab.sets) == {"p": 4, "m": 1}, "a mechanism needs one set"
 
 
+def test_a_large_difference_needs_fewer_sets_than_a_small_one(lab: Lab) -> None:
+    """As few as an answer needs; and the others' time is theirs."""
+    lab.seconds_per_image = {config(1).run_id: 1 / 64, config(2).run_id: 1 / 31}
+    lab.run(experiment(family("f", 2)), seconds=640)
+    large, small = (sum(name in row for _, row in lab.sets) for name in ("c1", "c2"))
+    assert (large, small) == (4, 4 + (640 - 4 * 40) // 30)
+
+
 def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> None:
     """Crowded sets and those of other machines say nothing of it."""
     wild: dict[str, Any] = {"count": 20, "set_noise": 0.5, "turn_noise": 1e-3, "turns": 6}

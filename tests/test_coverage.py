@@ -10,6 +10,7 @@ from scipy import special
 
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.stats import Array, Spread
+from ddpm_lab.measure.shortfall import VARIANCE_OF_CANDIDATE, effect_to_resolve, sets_that_resolve
 
 ROUND = np.array([0.01, -0.01, 0.012, -0.012, 0.008, -0.008, 0.01, -0.01])
 
@@ -78,6 +79,22 @@ def test_sets_that_resolve_an_effect_are_the_fewest_that_do() -> None:
     assert math.exp(2 * halves[1]) <= 1.05 < math.exp(2 * halves[0])
     found = [stats.sets_to_resolve(values, most=50) for values in ([0.1], [0.1] * 6, [-9.0, 9.0])]
     assert found == [None, stats.LEAST_SETS, None]
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.1, 0.3])
+def test_sets_that_end_by_their_own_difference_cover_the_truth(difference: float) -> None:
+    """A large difference ends measuring sooner, which must not favour those that came out too large."""
+    covered = counts = 0
+    between = 0.04 / math.sqrt(VARIANCE_OF_CANDIDATE)
+    for logs in np.random.default_rng(3).normal(difference, 0.04, (4000, 60)):
+        effects = np.abs(logs.cumsum() / np.arange(1, 61))
+        sets = next(
+            n for n in range(4, 60) if n >= sets_that_resolve(effect_to_resolve([effects[n - 1]]), 4, 0, between)
+        )
+        found = stats.estimate(logs[:sets])
+        counts, covered = counts + sets, covered + (found.low <= math.exp(difference) <= found.high)
+    assert covered / 4000 == pytest.approx(0.95, abs=0.012)
+    assert counts / 4000 == pytest.approx({0.0: 31, 0.1: 31, 0.3: 8}[difference], abs=2)
 
 
 def test_the_width_ends_measuring_from_the_eighth_set_on_and_never_the_ratio() -> None:

@@ -114,8 +114,10 @@ class Shortfall:
             return 0
         enough = target.sets
         if self.timed:  # what resolves the usual difference by the scatter of this machine; without candidates, a speed
-            turns = self.turns(family) or USUAL_TURNS
-            enough = sets_that_resolve(RESOLUTION, turns, *self.scatter) if family.candidates else LEAST_SETS
+            turns, effect = self.turns(family) or USUAL_TURNS, RESOLUTION
+            if new >= LEAST_SETS:
+                effect = effect_to_resolve(self.held.log_ratios(*pair))
+            enough = sets_that_resolve(effect, turns, *self.scatter) if family.candidates else LEAST_SETS
         return max(0, enough - new)
 
     def wanted(self, family: Family) -> list[Row]:
@@ -238,6 +240,14 @@ def best_turns(
     best = math.sqrt(start_seconds / turn_seconds) * within / between if between else MOST_TURNS
     room = (seconds / WISHED_SETS - start_seconds) / turn_seconds
     return max(LEAST_TURNS, int(min(round(best), MOST_TURNS, room)))
+
+
+def effect_to_resolve(log_ratios: Sequence[float]) -> float:
+    """The relative difference that sets are to resolve: the usual one, or a quarter of the one that they found so far.
+
+    A large difference is known well enough sooner: the rest of the time is for other comparisons.
+    """
+    return max(RESOLUTION, abs(fmean(log_ratios)) / 4)
 
 
 def sets_that_resolve(effect: float, turns: int, within: float, between: float) -> int:
