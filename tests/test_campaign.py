@@ -191,6 +191,14 @@ def test_trials_are_made_seed_after_seed_as_far_as_the_time_allows_whichever_que
     assert len(newer.lacks.trials(asked.trials)) == 15
 
 
+def test_sets_leave_time_to_the_trials_that_were_asked_for(lab: Lab) -> None:
+    """Half of it at most, although sets could use it all."""
+    asked = dataclasses.replace(quality(HERE, seeds=20, images=800, candidates=["bf16"]), checks=())
+    lab.qualities = {t.config.run_id: {"fid": None} for t in asked.trials}
+    lab.run(asked, seconds=600)
+    assert (30 * len(lab.sets), 10 * len(lab.alone)) == (300, 300)
+
+
 # --- what the time gives ---------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Expe
 from ddpm_lab.record import Cohort, RunRecord, crowded
 
 PRIMARY_PART = 0.6  # share of a question's time for its primary comparison, if there are others
+TRIALS_PART = 0.5  # largest share of the time that sets leave to the trials that are to come
 OVERRUN = 1.5  # a primary comparison may take this many times its share to reach LEAST_SETS
 SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
@@ -266,6 +267,8 @@ class Campaign:
         candidates whose least sets do not fit are left out and recorded as such; a needed family keeps at least one.
         """
         start, left = time.monotonic(), self.seconds_left()
+        # Trials that were asked for come last, and would get nothing where sets can use all the time.
+        left -= min(self.lacks.forecast_of_trials(self.lacks.trials(self.experiment.trials)), TRIALS_PART * left)
         end, latest = start + share * left, start + OVERRUN * share * left
         self.lacks.timed = math.isfinite(left)
         self._stage_ends = end
