@@ -10,7 +10,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import phrases, selection, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.record import RunRecord
 
@@ -131,6 +131,20 @@ def test_the_primary_comparison_is_tested_alone_and_the_others_together() -> Non
     assert "3.5 %" in second.why, "an interval that excludes 1 and no call: the reason stands beside it"
     alone = row(planted({"second": logs}, NONE, primary=""), "second")
     assert (alone.primary, alone.verdict) == (False, stats.FASTER)
+
+
+def test_who_asks_again_for_one_of_several_gets_the_same_answer() -> None:
+    """Alone it would be called: by the call that asks for it alone, or as the primary one of a later call."""
+    logs = 0.035 + 3 * ROUND
+    records = planted({"second": logs, "third": 0.001 + 4 * ROUND}, NONE, primary="")
+    second, third = (c for c in comparisons(make.study(records)) if c.role == "candidate")
+    assert second.verdict == stats.INCONCLUSIVE
+    later = [replace(r, primary=r.label == "second") if number(r) > 5 else r for r in records]
+    for told in (records, later):
+        asked = selection.study(told, "amp", run_ids=[RunConfig().run_id, second.run_id])
+        rows = comparisons(asked)
+        assert [(c.verdict, c.p) for c in rows if c.role == "candidate"] == [(second.verdict, second.p)]
+        assert third.run_id not in {c.run_id for c in rows} | {r.run_id for r in asked.records}
 
 
 def test_each_look_is_paid_for_and_those_of_one_moment_are_one() -> None:

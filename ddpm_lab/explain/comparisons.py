@@ -131,12 +131,15 @@ class Comparison:
 def comparisons(study: Study) -> tuple[Comparison, ...]:
     """Return a comparison for each configuration of each family, including twins, failures and what was left out."""
     found: list[Comparison] = []
+    unasked = {(r.experiment, r.baseline_id, r.run_id) for r in study.unasked}
     # Parts of the lost scaling are not compared (see lost_scaling); notes on trials need no row of their own.
-    rows = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
+    rows = (r for r in (*study.records, *study.unasked) if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in rows if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         compared = [c for family in _by_baseline(list(group)) for c in _compare_family(family, study.resolution)]
-        found += _with_verdicts(compared, study.looks)
+        # Whoever asks again for the best of many gets the answer of whoever asks for all of them.
+        judged = _with_verdicts(compared, study.looks)
+        found += [c for c in judged if (c.experiment, c.baseline_id, c.run_id) not in unasked]
     trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
     bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
     return tuple(
@@ -315,7 +318,7 @@ def _compare(
         **{name: getattr(last, name) for name in named},
         baseline=(base or last).config,
         baseline_label=base.label if base else "the baseline",
-        primary=any(r.primary for r in group),
+        primary=group[0].primary,  # as it was before it was measured, whatever a later call makes of it
         status="ok" if ok else last.status,
         reason=(failed[-1].reason if failed else last.reason) or "",
         failed_sets=len({r.set_id for r in failed}),

@@ -25,7 +25,8 @@ class Study:
 
     ``measured_sets`` counts the sets measured by the call that made the study (0: all came from the ledger).
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
-    came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
+    came with the checkout: they were not measured here. ``unasked`` are of candidates that the call did not ask for,
+    which are tested together with those that it did. ``trials`` are training runs of any experiment on the same
     machine and data, ``other_trials`` those on other images, ``published_trials`` those of any machine that came with
     the checkout. ``bands`` name its
     efficiencies. ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
@@ -38,6 +39,7 @@ class Study:
     measured_sets: int = 0
     resolution: float = 0.03
     published: bool = False
+    unasked: tuple[RunRecord, ...] = ()
     trials: tuple[RunRecord, ...] = ()
     other_trials: tuple[RunRecord, ...] = ()
     published_trials: tuple[RunRecord, ...] = ()
@@ -82,13 +84,16 @@ def study(
     data = {r.cohort[2] for r in others or trials}
     beside = [r for r in others if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in others if r.experiment == experiment or not beside]
+    unasked = list[RunRecord]()
     if run_ids is not None:
         wanted = set(run_ids)
+        unasked = [r for r in found if r.role == "candidate" and r.baseline_id in wanted and r.run_id not in wanted]
         found = [r for r in found if not (r.baseline_id or r.set_id) or {r.baseline_id, r.run_id} <= wanted]
     return Study(
         experiment=experiment,
         records=tuple(found),
         output_dir=Path(output_dir),
+        unasked=tuple(unasked),
         trials=tuple(r for r in trials if r.cohort[2] in data),
         other_trials=tuple(r for r in trials if r.cohort[2] not in data),
         beside=tuple(beside),

@@ -158,6 +158,7 @@ def study_of(measured: Campaign) -> Study:
     return dataclasses.replace(
         parts[0],
         records=tuple(r for part in parts for r in part.records),
+        unasked=tuple(r for part in parts for r in part.unasked),
         trials=tuple(r for part in parts for r in part.trials),
         published_trials=published_trials(),
         measured_sets=measured.measured_sets,
