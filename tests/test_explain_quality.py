@@ -187,7 +187,7 @@ def test_what_cannot_change_a_bit_needs_no_trial() -> None:
     for change in (*same, {"read_loss": True}):
         assert quality.sentence(judged([], replace(BASE, **change))) == "identical (the same arithmetic)"
     other: list[dict[str, Any]] = [{"channels_last": False}, {"kernels": "fused"}, {"threads": 1}, {"loader": "still"}]
-    for change in other:
+    for change in (*other, {"options": (("without", "group norm"),)}):  # eager and not fused
         assert judged([], replace(BASE, **change)).verdict == NOT_MEASURED
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, DiffusionConfig, RunConfig, digest
+from ddpm_lab.config import DDPM, SAME_WEIGHTS, TRAINING, TRIAL_OPTIONS, DiffusionConfig, RunConfig, digest
 from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
 
@@ -258,7 +258,8 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
     if anywhere:
         left_out.add("data_sha256")
     workload = DDPM if config.workload == TRAINING else config.workload
-    values = {**config.chosen, "options": dict(config.own_options), "workload": workload}
+    options = {name: value for name, value in config.options if name not in TRIAL_OPTIONS}
+    values = {**config.chosen, "options": options, "workload": workload}
     return digest({name: value for name, value in values.items() if name not in left_out})
 
 
