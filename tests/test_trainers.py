@@ -49,6 +49,7 @@ def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:
     assert row["Of this trainer's time"].startswith("1.78 ")
     assert row["Time to it"] == phrases.seconds(1.6 * 8000 / 32)
     assert [name for _, _, name in trained(worse=0.02).figures()] == ["time_to_loss"]
+    assert "; quality of slow, tuned: " in trained(worse=0.02).finding.claim, "it is the other that was judged"
     assert not trained(worse=1.0).tables(), "it ends above what this trainer begins with"
     ((_, (row,)),) = trained(worse=0.02, rises=0.1).tables()
     assert (row["Held-out loss"], row["This trainer's"]) == ("0.3700", "7,200"), "what it loses again it has reached"

@@ -18,7 +18,7 @@ from ddpm_lab.declared import Opt
 from ddpm_lab.explain import findings, phrases, quality, stats
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.charts import Figure, Line, Plot, lines
-from ddpm_lab.explain.comparisons import Comparison, comparisons, families
+from ddpm_lab.explain.comparisons import QUALITY, Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, about, common_notes, compared
 from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
@@ -185,6 +185,8 @@ def _finding(study: Study) -> Finding:
         note = "Compilation of the others is not tried on a CPU but in full. "
     note += f"This trainer takes {rate} images/s in {base.config.precision} at batch {base.batch}."
     found = about(study, nearest, findings.headline_of(mine), note, *common_notes(study, comparisons(study)))
+    if nearest.quality != QUALITY:  # no verdict on this trainer, of which the headline is
+        found = replace(found, quality=f"quality of {nearest.label}: {nearest.quality}")
     return replace(found, way_out=findings.way_out_of(study, nearest))
 
 
