@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import compared
@@ -65,6 +65,7 @@ def answer(study: Study) -> Answer:
             shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
             text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
             unsure = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row.ratio)})"
-            notes.append(f"Without exchange a step of {row.family} is {text if row.resolved else unsure}.")
+            said = text if row.verdict == stats.FASTER else unsure
+            notes.append(f"Without exchange a step of {row.family} is {said}.")
     found = compared(study, keep=lambda row: row.config.exchange.enabled, own=lambda _: notes)
     return speeds(study, found)
