@@ -109,6 +109,9 @@ def test_a_ledger_gives_times_of_windows_paired_speed_ups_losses_and_why_there_a
     assert [run.loss for run in runs] == [pytest.approx(0.35), pytest.approx(0.36)]
     runs = summary.of_study(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
     assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
+    busy = make.sets({"2 ranks": (two, 1.2)}, baseline=base, experiment="multi_gpu", crowded=[1])
+    alone = {run.ranks: run.seconds for run in summary.of_records(busy)}
+    assert {run.ranks: run.seconds for run in summary.of_study(make.study(busy), "")} == pytest.approx(alone)
     hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
     assert [run.seconds for run in summary.of_study(hidden, "")] == [None, None]
 

@@ -151,7 +151,9 @@ def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summa
     mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, scaling(r.family)) == kind]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    summary = _of_run(row.config, [*(r for r in mine if row.sets and r.status == "ok"), *trials])
+    lost = crowded_sets(study.records)
+    quiet = [r for r in mine if row.sets and r.status == "ok" and r.set_id not in lost]
+    summary = _of_run(row.config, [*quiet, *trials])
     notes, gain = [summary.note, multi_gpu.layout(row.config)], dict[str, Any]()
     notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if row.role == "candidate" and row.sets:
