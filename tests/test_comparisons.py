@@ -133,6 +133,13 @@ def test_the_primary_comparison_is_tested_alone_and_the_others_together() -> Non
     assert (alone.primary, alone.verdict) == (False, stats.FASTER)
 
 
+def test_an_interval_that_leaves_1_out_does_not_show_it() -> None:
+    found = row(planted({"bf16": 0.0305 + 3 * ROUND}, NONE))
+    assert (found.verdict, round(found.ratio.low, 2)) == (stats.FASTER, 1)
+    assert float(phrases.between(found.ratio).split()[0]) > 1
+    assert phrases.times(stats.Interval(value=1.04, low=0.997, high=1.08)) == "1.04 (1.00 to 1.08)"
+
+
 def test_who_asks_again_for_one_of_several_gets_the_same_answer() -> None:
     """Alone it would be called: by the call that asks for it alone, or as the primary one of a later call."""
     logs = 0.035 + 3 * ROUND

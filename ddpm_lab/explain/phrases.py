@@ -43,8 +43,9 @@ def joined(words: Iterable[object]) -> str:
 
 
 def decimals(ratio: Interval) -> int:
-    """Return the decimals of a ratio: three if a narrow interval lies close to 1."""
-    if ratio.high - ratio.low < 0.03 and abs(ratio.value - 1) < 0.06:
+    """Return the decimals of a ratio: three if a narrow interval is close to 1, or one without 1 would end at 1.00."""
+    hidden = ratio.exists and not ratio.contains(1) and any(round(end, 2) == 1 for end in ratio.ends)
+    if hidden or (ratio.high - ratio.low < 0.03 and abs(ratio.value - 1) < 0.06):
         return 3
     return 2 if ratio.value < 10 else 1
 
