@@ -231,7 +231,10 @@ ABOUT: dict[str, tuple[str, RunConfig, str]] = {
         ("S000-1", {2: 1.5}, NOT_MEASURED),
         ("S002-3", {16: 1.2, 32: 2.0, 64: 2.8}, CONFIRMED),
         ("S002-3", {16: 1.2, 32: 2.0, 64: 4.0}, REFUTED),
+        ("S002-3", {16: 1.2}, INCONCLUSIVE),
+        ("S002-3", {16: 3.0}, REFUTED),
         ("S004-3", {4: 1.2, 8: 1.1}, CONFIRMED),
+        ("S004-3", {2: 1.1, 4: 1.2}, INCONCLUSIVE),
         ("S004-3", {4: 1.2, 8: 1.5}, REFUTED),
     ],
 )
@@ -267,3 +270,9 @@ def test_losses_are_judged_by_trials_over_seeds(
     of = replace(on(make.CPU, *timed), trials=tuple(tried))
     keys = (("S001-2", ""), ("S004-5", "precision"), ("S004-5", "larger batches"))
     assert tuple(verdict(of, *key) for key in keys) == (ranks, precision, batches)
+
+
+def test_a_loader_that_changes_nothing_confirms_nothing_of_number_formats() -> None:
+    files = replace(BASE, loader="files")
+    of = on(make.CPU, *sets("workers", {"2 workers": (replace(files, loader_workers=2), 1.1)}, baseline=files))
+    assert verdict(of, "S004-5", "precision") == INCONCLUSIVE

@@ -496,6 +496,9 @@ def _near(claim: Claim, records: Records) -> Judged | None:
         verdicts.append(verdict if row.answered else stats.INCONCLUSIVE)
         why.append(f"{row.label}: {f'accepted: {low} to {high}' if row.answered else phrases.outcome(row)}")
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
+    if rows and (lacking := [value for value in claim.values if value not in rows]):
+        verdicts.append(stats.INCONCLUSIVE)
+        why.append(f"{phrases.joined(lacking)} not measured")
     worst = next((v for v in (REFUTED, stats.INCONCLUSIVE, CONFIRMED) if v in verdicts), None)
     return Judged(worst, here, "; ".join(why)) if worst else None
 
@@ -515,9 +518,12 @@ def _faster(claim: Claim, records: Records) -> Judged | None:
         if row.verdict == stats.FASTER and math.isnan(steps.value):
             return None
         why = f"compiling takes {phrases.seconds(cost.value)} and pays off {torch_compile.pays_off(steps, row)}"
-    others = _rows(claim, records) if claim.best else ()
-    better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
+    others = [r for r in _rows(claim, records) if claim.best and r.family == row.family]
+    better = [r.label for r in others if r.ratio.low > row.ratio.high]
     holds = row.verdict == claim.expects and not better
+    most = max((getattr(r.config, claim.setting) for r in others), default=None)
+    if holds and getattr(row.config, claim.setting) == most:
+        return Judged(stats.INCONCLUSIVE, _said(row), "no more were measured")
     return Judged(CONFIRMED if holds else REFUTED, _said(row), f"{better[0]} is faster" if better else why)
 
 
@@ -528,7 +534,8 @@ def _equivalent(claim: Claim, records: Records) -> Judged | None:
     if not rows:
         return None
     verdicts = {row.equivalence.verdict for row in rows}
-    good = CONFIRMED if verdicts <= set(quality.GOOD) else stats.INCONCLUSIVE
+    # What is identical by its arithmetic alone, as a loader is, says nothing of what learns something else.
+    good = CONFIRMED if {quality.IDENTICAL} != verdicts <= set(quality.GOOD) else stats.INCONCLUSIVE
     labels = {said: dict.fromkeys(r.label for r in rows if r.quality == said) for said in (r.quality for r in rows)}
     here = "; ".join(f"{phrases.joined(list(names))} {said}" for said, names in labels.items())
     return Judged(REFUTED if quality.WORSE in verdicts else good, here, f"held-out loss {claim.why}")
