@@ -194,7 +194,12 @@ def test_a_search_that_finds_nothing_or_whose_winner_fails_says_so() -> None:
 
 def test_where_every_change_failed_it_does_not_say_that_nothing_was_tried() -> None:
     records = make.sets({}, failures={"bf16": (RunConfig(precision="bf16"), "crashed", "no memory")})
-    assert answer(study(records)).finding.headline == "No change of a step has a measured speed yet on this machine"
+    told = answer(study(records)).finding
+    assert told.headline == "No change of a step has a measured speed yet on this machine"
+    assert told.notes == ("Failed: bf16 in 6 sets (no memory).",)
+    some = [replace(r, status="crashed", reason="no memory", windows=()) if r.primary else r for r in amp(1.3)[:6]]
+    told = answer(study([*amp(1.3)[6:], *some], harm=0.0)).finding
+    assert (told.headline[:8], told.notes[0]) == ("Use bf16", "Failed: bf16 in 2 sets (no memory).")
     assert answer(study([])).finding.headline == "Nothing is measured yet on this machine"
 
 

@@ -227,7 +227,7 @@ def _beneath(change: Comparison, rows: Sequence[Comparison]) -> list[Comparison]
 
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return the fastest change that may be used; else the fastest that is not judged yet, else none."""
-    warnings = machine_state.warnings(study)
+    notes = (_failed(study), *machine_state.warnings(study))
     several = len({c.baseline.global_batch_size for c in rows}) > 1
 
     def where(c: Comparison, text: str = "") -> str:
@@ -241,14 +241,14 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         best = max(good, key=lambda c: c.ratio.value)
         gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}".replace("fast than", "fast as")
         headline = f"Use {best.label}{where(best)}: {gain}{findings.with_cores(best)}, quality {best.quality}"
-        return replace(about(study, best, headline, *warnings), status=ANSWERED)
+        return replace(about(study, best, headline, *notes), status=ANSWERED)
     if untried := faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         difference = findings.difference(best)
         headline = f"{difference}{where(best, difference)}; quality {best.quality}"
-        return replace(about(study, best, headline, *warnings), status=UNTRIED, way_out=_to_learn_more(study, best))
+        return replace(about(study, best, headline, *notes), status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == stats.TOO_FEW for c in rows):
-        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *warnings, way_out=_again(study, rows))
+        return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *notes, way_out=_again(study, rows))
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
     why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
@@ -256,7 +256,15 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         why = "what is faster here costs quality, or builds on what is not known to be faster"
     headline = f"Keep the defaults{_for(rows[0].baseline)}: {why}"
     status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
-    return plain(study, headline, status, *warnings, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
+    return plain(study, headline, status, *notes, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
+
+
+def _failed(study: Study) -> str:
+    """Return a note on the changes of what is shown that failed in some of their sets, or in all; empty without any."""
+    work = _shown(study)
+    able = [c for c in comparisons(study) if single(c) and c.failed_sets and c.experiment not in _BESIDE]
+    lost = [c for c in able if work in (None, _work(c.baseline))]
+    return findings.listed("Failed", ((f"{c.label} in {phrases.plural(c.failed_sets, 'set')}", c.reason) for c in lost))
 
 
 def _nothing(study: Study) -> Finding:
@@ -268,7 +276,7 @@ def _nothing(study: Study) -> Finding:
         way_out = _search_command(study, last[0]) if last else _again(study)
         return plain(late, findings.ALL_DISTURBED, stats.TOO_FEW, *machine_state.warnings(late), way_out=way_out)
     tried = "No change of a step has a measured speed" if study.records else "Nothing is measured"
-    return plain(study, f"{tried} yet on this machine", quality.NOT_MEASURED, way_out=_again(study))
+    return plain(study, f"{tried} yet on this machine", quality.NOT_MEASURED, _failed(study), way_out=_again(study))
 
 
 def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
