@@ -550,6 +550,7 @@ INSTRUMENT = make.sets(
     ("days", "headline"),
     [
         ([bf16(0.8), two_ranks(1.13, PLAIN, seed=1, count=3)], "Keep the defaults: nothing is known to be faster yet"),
+        ([bf16(0.8), bf16(1.08, experiment="bottleneck", primary="", set_noise=0.1)], "known to be faster yet"),
         ([bf16(1.1, replace(PLAIN, threads=1))], "faster than fp32 on 1 core"),
         ([bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)], "no change of the default step is faster"),
         ([bf16(1.3)], "Use bf16"),

@@ -251,12 +251,13 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
         return plain(study, "Too few sets to recommend anything", stats.TOO_FEW, *notes, way_out=_again(study, rows))
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
-    why = "nothing is known to be faster yet" if unknown else "no change of the default step is faster"
+    able = unknown or [c for c in rows if not (c.answered or c.ratio.high < 1 + c.resolution)]
+    why = "nothing is known to be faster yet" if able else "no change of the default step is faster"
     if any(c.verdict == FASTER for c in rows):
         why = "what is faster here costs quality, or builds on what is not known to be faster"
     headline = f"Keep the defaults{_for(rows[0].baseline)}: {why}"
     status = stats.INCONCLUSIVE if len(unknown) == len(leading) else ANSWERED
-    return plain(study, headline, status, *notes, way_out=_to_learn_more(study, unknown[0]) if unknown else "")
+    return plain(study, headline, status, *notes, way_out=_to_learn_more(study, able[0]) if able else "")
 
 
 def _failed(study: Study) -> str:
