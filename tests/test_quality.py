@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import records as make
 from cells import column
+from matplotlib.text import Text
 from setups import setup
 
 from ddpm_lab.config import CHECK, PEER_WORKLOADS, TRAINING, RunConfig
@@ -112,6 +113,14 @@ def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 B8, B16 = RunConfig(global_batch_size=8), RunConfig(global_batch_size=16)
+
+
+def test_one_band_is_drawn_where_all_share_a_margin() -> None:
+    longer = make.trials({"bf16": LOSSES["bf16"]}, images=16_000, gain=0.02, seed_noise=0.02)
+    one = studied()
+    for of, bands in ((one, 2), (replace(one, trials=(*one.trials, *longer)), 1)):
+        drawn = " ".join(text.get_text() for text in answer(of).figure().findobj(Text) if isinstance(text, Text))
+        assert drawn.replace("\n", " ").lower().count("band: the") == bands
 
 
 def test_training_losses_are_means_over_equal_images() -> None:

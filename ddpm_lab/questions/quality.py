@@ -297,16 +297,17 @@ def _figure(study: Study, family: Sequence[Comparison], usual: Answer) -> Figure
     if not shown:
         return usual.figure()
     speed = Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast")
-    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
-    margins, label = None if margin is None else (-margin, margin), "held-out loss, less the baseline's"
+    margins = {c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)}
+    one = next(((-m, m) for m in margins if len(margins) == 1), None)  # trials of other lengths have other margins
+    label, meaning = "held-out loss, less the baseline's", MEANING if one else MEANING.partition(" Band")[0]
     records = tuple(r for r in study.records if r.family == family[0].family)
-    losses = Panel(rows=[*map(_loss, shown)], heading="Quality", reference=0, band=margins, label=label)
+    losses = Panel(rows=[*map(_loss, shown)], heading="Quality", reference=0, band=one, label=label)
     return forest(
         [speed, losses],
         title=usual.finding.headline,
         context=phrases.context(replace(study, records=records)),
         note=f"{_method(family)} Speed: blue faster, orange slower, grey neither; band: the baseline "
-        f"repeated. Loss: {phrases.within(MEANING)}",
+        f"repeated. Loss: {phrases.within(meaning)}",
         beside=True,
     )
 
