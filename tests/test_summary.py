@@ -59,6 +59,8 @@ def test_the_published_table_and_speed_ups() -> None:
         "4 GPUs, 4 GPUs: speed-up 3.81x, efficiency 95.2 %; excellent, by S001",
         "8 GPUs on 2 nodes, 8 GPUs on 2 nodes: speed-up 6.34x, efficiency 79.3 %; good, by S001",
     ]
+    beyond = summary.compared([row(100.0), row(10.0, gpus=4)])
+    assert beyond[1].rating == "above 100 %", "of another machine, perhaps; multi_gpu says so too"
 
 
 # --- records and folders ---------------------------------------------------------------------------------------------

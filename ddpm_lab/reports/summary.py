@@ -272,7 +272,8 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str, str], Sequence[float]]) 
     note = "not paired, so without an interval" if times else f"no run of this configuration on a single {device}"
     if times and run.epoch_seconds:
         ratio = geometric_mean(times) / run.epoch_seconds
-        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
+        rating = multi_gpu.BEYOND if round(ratio / devices, 2) > 1 else S001.name(ratio / devices)
+        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": rating}
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, note])), **gain)
 
 
