@@ -111,6 +111,7 @@ def test_networks_stand_side_by_side_on_one_scale() -> None:
         (({"bf16": 0.8}, {"bf16": 1.6}), "depends on the network"),
         (({"bf16": 0.8}, {}, {"bf16": 1.6}), "depends on the batch"),
         (({"bf16": 0.8}, {}, {}, {"bf16": 1.6}), "depends on network and batch"),
+        (({"bf16": 0.8}, {"bf16": 1.6}, {"bf16": 3.0}), "to 1.6"),  # of three sets, without a verdict
         (({"bf16": 1.4}, {"bf16": 1.5}), "What each change is worth"),
         (({"bf16": 1.4}, {"fused kernels": 0.8}), "What each change is worth"),
         (({}, {}), ""),  # every change failed
@@ -126,7 +127,8 @@ def test_side_by_side_says_what_a_change_depends_on(planted: tuple[dict[str, flo
         rows = {name: (changed[name], ratio) for name, ratio in ratios.items()}
         lost = {} if rows else {"bf16": (changed["bf16"], "crashed", "no compiler")}
         family = f"{base.network}, batch {base.global_batch_size}{question.CHANGES}"
-        shown += make.sets(rows, baseline=base, experiment="bottleneck", family=family, failures=lost)
+        how: dict[str, Any] = {"count": 3 if 3.0 in ratios.values() else 6, "failures": lost}
+        shown += make.sets(rows, baseline=base, experiment="bottleneck", family=family, **how)
     titles = [figure.subfigs[0].texts[0].get_text() for _, figure, _ in question.answer(study(*shown)).figures()]
     assert [says in title.replace("\n", " ") for title in titles] == [True] * bool(says)
 

@@ -210,7 +210,8 @@ def _by_network_title(found: Sequence[Sequence[Comparison]]) -> str:
 
     ``found`` holds each change's comparisons.
     """
-    contrary = [rows for rows in found if {stats.FASTER, stats.SLOWER} <= {r.verdict for r in rows}]
+    called = [[r for r in rows if r.resolved] for rows in found]
+    contrary = [rows for rows in called if len({r.verdict for r in rows}) > 1]
     if not contrary:
         return "What each change is worth, by network and batch"
     most = max(contrary, key=lambda rows: max(r.ratio.value for r in rows))
