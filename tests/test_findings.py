@@ -141,6 +141,7 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
     ranks: dict[str, Any] = {"experiment": "multi_gpu", "count": 2}
     large = row(1.6, RunConfig(image_size=64, network="seed", global_batch_size=32), count=2)
     own = RunConfig(workload=OWN, options=(("make", "mine:make"), ("number_format", "own")), global_batch_size=8)
+    a_step = "ddpm-lab run bottleneck --network tiny --batch-size 8 --precision fp32 --loader packed --compile off"
     two = rows(make.study(make.sets({"2 ranks": (replace(own, world_size=2), 1.6)}, baseline=own, **ranks)))[0]
     for found, command in (
         (row(1.6), ""),
@@ -148,6 +149,8 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
         (reached, "ddpm-lab run amp --batch-size 8"),  # a resolution that is reached asks for nothing
         (sides, "ddpm-lab compare main 'my side'"),
         (replace(reached, experiment="compare"), "ddpm-lab compare fp32 bf16 --resolution 1.5%"),  # where it has ended
+        (replace(reached, experiment="bottleneck"), f"{a_step} --only bf16"),  # which adds sets
+        (row(1.6, experiment="bottleneck", count=2), f"{a_step} --only bf16 --resolution 2%"),
         (large, "ddpm-lab run amp --network seed --image-size 64 --data DATA --batch-size 32"),
         (row(1.6, replace(BASE, device="cuda"), count=2), "ddpm-lab run amp --network tiny --batch-size 8"),
         (row(1.6, replace(BASE, seed=3), count=2), "ddpm-lab run amp --seed 3 --batch-size 8"),

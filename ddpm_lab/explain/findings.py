@@ -327,7 +327,7 @@ def command_of(study: Study, row: Comparison) -> str:
     if row.experiment == "compare":
         return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
     if row.experiment == "bottleneck":
-        return command_of_step(study, config, row.label)
+        return command_of_step(study, config, row.label, known=row)
     words = ["ddpm-lab", "run", shlex.quote(row.experiment)]
     words += work_of(config, usual_network(config.device, row.experiment))
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
@@ -342,8 +342,11 @@ def work_of(config: RunConfig, usual: str = "") -> list[str]:
     return ["--network", config.network] * (config.network != usual)
 
 
-def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
-    """Return the command that compares ``config`` with its possible changes, or ``only`` with those of these names."""
+def command_of_step(study: Study, config: RunConfig, *only: str, known: Comparison | None = None) -> str:
+    """Return the command that compares ``config`` with its possible changes, or ``only`` with those of these names.
+
+    One that is ``known`` gets sets up to a resolution of 2 %, or beyond it.
+    """
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
     words = ["ddpm-lab run bottleneck", *work_of(config), f"--batch-size {config.global_batch_size}"]
     words += where_of(study, config)
@@ -351,7 +354,8 @@ def command_of_step(study: Study, config: RunConfig, *only: str) -> str:
     for name in _OF_STEP:
         named = name in changed or name in _LEFT_OPEN
         words += [f"--{name.replace('_', '-')}", str(getattr(config, name))] if named else []
-    words += ["--only", shlex.quote(",".join(only)), "--resolution", "2%"] if only else []
+    words += ["--only", shlex.quote(",".join(only))] if only else []
+    words += ["--resolution", "2%"] if only and not (known and known.all_sets.resolves <= 0.02) else []
     return " ".join(words)
 
 

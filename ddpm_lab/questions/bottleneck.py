@@ -315,7 +315,7 @@ def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         against=about.profile.label,
         rationale=next((why for setting, why in _WHY.items() if setting in changed), usual),
         evidence=evidence,
-        command=findings.command_of_step(study, about.config, *filter(None, [name])),
+        command=findings.command_of_step(study, about.config, *filter(None, [name]), known=row),
         share=share,
         usable=row is not None and row.verdict == FASTER and judged.verdict in GOOD,
     )
