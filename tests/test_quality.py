@@ -62,6 +62,7 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
         allowed = {"purpose", "seed", "options"}
         allowed |= set() if t.config.is_own else {"workload", "loader", "loader_workers"}
         assert set(t.config.differences(t.timed)) <= allowed
+        assert set(t.timed.options) <= set(t.config.options), "a part or an attention of its own too"
 
 
 # --- what they have learned ---
