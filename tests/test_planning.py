@@ -14,6 +14,7 @@ from test_packed import write_images
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.data.synthetic import generate
+from ddpm_lab.explain.selection import study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.plan import Plan
@@ -90,6 +91,17 @@ def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
     monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("A", "GPU-1", 1 << 36)])
     monkeypatch.setattr("ddpm_lab.training.setting.gpu_trouble", lambda: "")
     assert [base_of(plan(device="cuda", **n)).network for n in ({}, {"network": "tiny"})] == ["seed", "tiny"]
+
+
+@pytest.mark.parametrize("name", ["amp", "peers", "search"])
+def test_sets_of_smoke_are_no_sets_of_an_answer(name: str, plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose number of turns every further one would have, and which hide no others when they are the latest."""
+    monkeypatch.setattr(probe, "formats_of", lambda *_, **__: {})
+    smoke, quick = (plan(name, preset=preset).target.plan for preset in ("smoke", "quick"))
+    assert smoke.key != quick.key
+    late = make.environment(date="2026-02-01T00:00:00+00:00")
+    whole, tried = make.sets({}, plan=quick), make.sets({}, plan=smoke, environment=late)
+    assert list(study([*whole, *tried], "amp").records) == whole
 
 
 # --- cores -----------------------------------------------------------------------------------------------------------

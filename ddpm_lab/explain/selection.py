@@ -14,7 +14,7 @@ from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, moment
 RECOMMENDATION = plan.RECOMMENDATION
 BESIDE_OTHERS = ("claims",)
 """Questions that are shown beside the records of all others."""
-SMOKE = plan.PRESETS["smoke"].plan.key
+SMOKE = plan.PRESETS["smoke"].plan.window_seconds
 TRIAL, LOOK = "quality", "look"
 """Roles of a record that trained for the weights, and of an answer that was shown."""
 
@@ -168,7 +168,7 @@ def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> l
         # A note, or what a search is about to try, does not say which measurements are the latest.
         measured = [r for r in records if r.role not in ("note", "space")] or records
         last = max(measured, key=lambda r: moment(r.date))
-        more = [r for r in measured if r.cohort[:3] == last.cohort[:3] and r.cohort[3] != SMOKE]
+        more = [r for r in measured if r.cohort[:3] == last.cohort[:3] and r.plan.window_seconds != SMOKE]
         cohort = max(more or [last], key=lambda r: moment(r.date)).cohort
     return [r for r in records if r.cohort == cohort]
 

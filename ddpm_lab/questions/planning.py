@@ -125,7 +125,8 @@ def plan_question(name: str, **settings: Any) -> Campaign:
     scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
     plan = (SEARCH_PLAN if name == SEARCH else every_question()[name].about.plan) or scope.plan
-    plan = replace(plan, turns=scope.plan.turns) if smoke else plan
+    # Short windows too, by which its sets are told from those of an answer.
+    plan = replace(plan, turns=scope.plan.turns, window_seconds=scope.plan.window_seconds) if smoke else plan
     target = _target(plan, asked.minutes, asked.sets, asked.resolution, planned=scope.sets)
     target = replace(target, exact=target.exact or smoke, further=asked.further, cold_compiles=scope.cold_compiles)
     own = target.seconds if asked.workload else math.inf
