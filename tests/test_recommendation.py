@@ -219,7 +219,7 @@ def test_an_answer_is_about_one_network_and_names_it(tmp_path: Path) -> None:
     searched = planted.searched(replace(planted.SPACE, baseline=replace(planted.BASE, network="seed")))
     assert " for seed: " in answer(study(searched)).finding.headline
     mixed = answer(study(searched, amp(0.8)))
-    assert (mixed.finding.headline, mixed.views) == ("Keep the defaults: no change of the default step is faster", [])
+    assert (mixed.finding.headline, mixed.views) == ("Keep the defaults: no change that was measured is faster", [])
     later = make.environment(date="2026-01-06T10:00:00+00:00")
     ddpm = [replace(r, environment=later) for r in amp(0.8, RunConfig(network="ddpm"))]
     files = replace(SEED, loader="files")
@@ -552,11 +552,11 @@ INSTRUMENT = make.sets(
         ([bf16(0.8), two_ranks(1.13, PLAIN, seed=1, count=3)], "Keep the defaults: nothing is known to be faster yet"),
         ([bf16(0.8), bf16(1.08, experiment="bottleneck", primary="", set_noise=0.1)], "known to be faster yet"),
         ([bf16(1.1, replace(PLAIN, threads=1))], "faster than fp32 on 1 core"),
-        ([bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)], "no change of the default step is faster"),
+        ([bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)], "no change that was measured is faster"),
         ([bf16(1.3)], "Use bf16"),
         ([bf16(1.3), LEARNED], "costs quality"),
         ([bf16(1.3), [replace(r, data_name="500 synthetic images") for r in LEARNED]], "Use bf16"),
-        ([WIDE, *USUAL], "no change of the default step is faster"),
+        ([WIDE, *USUAL], "no change that was measured is faster"),
         ([*USUAL, WIDE], " at 64x64; quality"),  # the latest, and it says so
         (batches(), "Use 2 ranks at batch 512: 40 % faster"),
         ([FASTER_SEED], "Use bf16 for seed: 40 % faster"),

@@ -252,7 +252,7 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     leading = [c for c in rows if c.primary] or rows
     unknown = [c for c in leading if not c.answered]
     able = unknown or [c for c in rows if not (c.answered or c.ratio.high < 1 + c.resolution)]
-    why = "nothing is known to be faster yet" if able else "no change of the default step is faster"
+    why = "nothing is known to be faster yet" if able else "no change that was measured is faster"
     if any(c.verdict == FASTER for c in rows):
         why = "what is faster here costs quality, or builds on what is not known to be faster"
     headline = f"Keep the defaults{_for(rows[0].baseline)}: {why}"
