@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import runpy
 import sys
 from collections import namedtuple
@@ -15,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import own_modules
 import pytest
 import records as make
@@ -274,12 +276,19 @@ def test_ordinary_trainings_are_taken_or_told_the_way_out(made: Make) -> None:
 
 def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:
     noisy = """
+import random
+
+import numpy as np
+
 def noisy():
     model = nn.Sequential(Net(), nn.BatchNorm1d(10), nn.Dropout(0.5))
     model[1].eval()
     return Training(
         model=model, data=data(), loss=loss,
-        held_out_loss=lambda model: model(data()[:8][0] + torch.randn(8, 3, 8, 8)).mean() + 100 * model.training,
+        held_out_loss=lambda model: (
+            model(data()[:8][0] + torch.randn(8, 3, 8, 8)).mean() + 100 * model.training
+            + np.random.rand() + random.random()
+        ),
     )
 """
     looked, alone = made(noisy, "noisy"), made(noisy, "noisy")
@@ -288,8 +297,10 @@ def noisy():
     for batch in itertools.islice(alone.batches(), 4):
         torch.manual_seed(len(found))
         loss = float(alone.step(batch))
+        states = random.getstate(), str(np.random.get_state())
         first, second = (looked.held_out_loss(draws=1) for _ in range(2))
         assert first == second, "whatever has been drawn"
+        assert states == (random.getstate(), str(np.random.get_state()))
         found.append(first["loss"])
         torch.manual_seed(len(found) - 1)
         assert float(looked.step(batch)) == loss

@@ -224,9 +224,12 @@ class OwnTraining(Step):
         self.network.eval()
         if self.sets_precision:
             allow_tf32(False)
+        states = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
+            _seed(HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
             found = self.made.held_out_loss(self.network)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         try:
             loss = float(found)
         except (TypeError, ValueError) as error:
