@@ -123,7 +123,8 @@ def test_a_parameter_may_be_typed_as_python_has_it(call: Call, monkeypatch: pyte
     seen: dict[str, Any] = {}
     made = SimpleNamespace(exit_code=0)
     monkeypatch.setattr("ddpm_lab.reports.report.report", lambda **how: seen.update(how) or made)
-    for typed, value in {"True": True, "None": None, "[1, 2]": [1, 2], "1.5": 1.5, "seed": "seed"}.items():
+    values = {"True": True, "None": None, "[1, 2]": [1, 2], "(1, 2)": [1, 2], "1.5": 1.5, "seed": "seed"}
+    for typed, value in (values | {text: text for text in ("3j", "...", "{1}", "b'a'")}).items():
         assert call("report", "-p", "published", typed)[0] == 0
         assert seen["parameters"] == {"published": value}
         assert type(seen["parameters"]["published"]) is type(value)

@@ -221,6 +221,35 @@ def test_wrong_values_are_refused_before_anything_starts(
     assert not copied
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_parameters_are_what_their_cell_assigns(tmp_path: Path, copied: dict[str, dict[str, Any]]) -> None:
+    """Also with an equals sign in a comment, without the name of a kernel, and in a folder named in braces."""
+    (folder := tmp_path / "{a}").mkdir()
+    lines = 'data = "a#b"  # or data = "folder"\nseed: int = 0\nsizes = [\n    1,  # small\n]'
+    notebook = write(folder / "01_a.ipynb", parameters=lines)
+    content = json.loads(notebook.read_text())
+    notebook.write_text(json.dumps({**content, "metadata": {}}))
+    assert report._defaults(notebook) == {"data": "a#b", "seed": 0, "sizes": [1]}
+    run([notebook], tmp_path / "out", parameters={"seed": 3})
+    assert copied["01_a"] == {"data": "synthetic", "seed": 3}
+    with pytest.raises(ConfigError, match=r"01_b\.ipynb: its cell of parameters is not Python"):
+        run([write(folder / "01_b.ipynb", parameters="seed = ")], tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_executed_notebook_can_be_executed_again(tmp_path: Path) -> None:
+    notebook = write(tmp_path / "01_a.ipynb", "print(minutes)")
+    for minutes in (1, 2):
+        result, _ = run([notebook], tmp_path / "{out}", parameters={"minutes": minutes})
+        assert result.exit_code == 0
+        notebook = result.folder / "notebooks" / "01_a.ipynb"
+    assert [cell.source for cell in load(notebook).cells][1:] == [
+        "minutes = None  # budget",
+        "# Parameters\nminutes = 2\n",
+        "print(minutes)",
+    ]
+
+
 # --- stopped, killed, and the smoke report that was just made --------------------------------------------------------
 
 SLEEP = "import os, time\nprint('began', flush=True)\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(300)"

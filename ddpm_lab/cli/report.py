@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,8 +40,8 @@ def report(options: argparse.Namespace) -> int:
 
     parameters = dict[str, Any](options.parameter or ())
     for name, value in parameters.items():
-        with suppress(ValueError, SyntaxError):  # as Python writes it, else as it was typed
-            parameters[name] = ast.literal_eval(value)
+        with suppress(ValueError, SyntaxError, TypeError):  # as Python writes what JSON has too, else as it was typed
+            parameters[name] = json.loads(json.dumps(ast.literal_eval(value)))
     parameters |= {"skip_bad": True} if options.skip_bad else {}
     settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
     command = shlex.join(["ddpm-lab", *options.typed])

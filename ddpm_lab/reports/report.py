@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import nbformat
-import papermill
 import yaml
 
 from ddpm_lab import __version__
@@ -108,7 +107,7 @@ def _values(
     """The parameters of each notebook that runs; what is wrong is refused here, once, rather than in each of them."""
     if given["network"] is not None:
         choice("network", given["network"], NETWORKS)
-    known = {file: papermill.inspect_notebook(file) for file in files if load(file)}
+    known = {file: _parameters(file) for file in files}
     if (workload := given["workload"]) is not None:
         check_name("profile", workload)
         check_brought(workload, {name: given[name] for name in ("data", "held_out", "network")} | more)
@@ -287,13 +286,26 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
     return sorted(chosen, key=lambda file: file.stem)
 
 
+def _parameters(notebook: Path) -> dict[str, ast.expr]:
+    """What each parameter of a notebook is set to, in its first cell that is tagged so. Raises ConfigError."""
+    cells = (cell.source for cell in load(notebook).cells if "parameters" in cell.metadata.get("tags", ()))
+    found = dict[str, ast.expr]()
+    try:
+        for line in ast.parse(next(cells, "")).body:
+            if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
+                targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+                found |= {target.id: line.value for target in targets if isinstance(target, ast.Name)}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{notebook}: its cell of parameters is not Python: {error}") from error
+    return found
+
+
 def _defaults(notebook: Path) -> dict[str, Any]:
     """The parameters of a notebook as they stand in it, which its reader may have edited."""
-    found = {name: parameter["default"] for name, parameter in papermill.inspect_notebook(notebook).items()}
     values = dict[str, Any]()
-    for name, text in found.items():
-        with suppress(ValueError, SyntaxError):  # an expression is known when the notebook runs
-            values[name] = ast.literal_eval(text)
+    for name, expression in _parameters(notebook).items():
+        with suppress(ValueError, TypeError):  # an expression is known when the notebook runs
+            values[name] = ast.literal_eval(expression)
     return values
 
 
@@ -313,9 +325,8 @@ def execute(notebook: Path, target: Path, parameters: Mapping[str, Any], *, say:
     A first signal interrupts it; a second one, or ``GRACE_SECONDS``, ends it. ``say`` gets each progress line.
     Returns the error in one line, or "" if every cell ran.
     """
-    target.unlink(missing_ok=True)
     with private_folder() as private:
-        lines, log = Path(private, "progress"), Path(private, "log")
+        lines, log, made = Path(private, "progress"), Path(private, "log"), Path(private, target.name)
         lines.touch()
         own = temporary(Path(private)) | {
             FILE_VARIABLE: str(lines),
@@ -323,8 +334,9 @@ def execute(notebook: Path, target: Path, parameters: Mapping[str, Any], *, say:
             "JUPYTER_RUNTIME_DIR": f"{private}/runtime",
             "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",  # the kernel of this Python, whatever else is installed
         }
-        words = ["--kernel=python3", "--no-progress-bar", "--log-level=ERROR"]
-        words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), str(notebook), str(target)]
+        words = ["--kernel=python3", "--language=python", "--no-progress-bar", "--log-level=ERROR"]
+        paths = (str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, made))  # it fills in braces
+        words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), *paths]
         with log.open("wb") as out, lines.open(encoding="utf-8") as progress:
             process = guarded([sys.executable, "-P", "-m", "papermill", *words], out, env={**os.environ, **own})
             try:
@@ -333,9 +345,10 @@ def execute(notebook: Path, target: Path, parameters: Mapping[str, Any], *, say:
             finally:
                 end_guarded(process)
         try:
-            load(target)
+            load(made)
         except (OSError, ValueError):  # ended before it was written, or meanwhile
-            target.write_bytes(notebook.read_bytes())
+            made = notebook
+        replace(target, made.read_bytes())
         return _error(process.returncode, target, log.read_text(errors="replace"))
 
 
