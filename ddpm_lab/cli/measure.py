@@ -84,7 +84,7 @@ def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     tracker, able, names = tracker_chosen(options.tracker), _settings(), [*dict.fromkeys(options.experiments)]
-    named = bands(options.bands or DEFAULT, "--bands")  # refused at once
+    named = bands(vars(options).get("bands", DEFAULT), "--bands")  # refused at once
     for name in names:
         choice("experiment", name, able)
     if STRATEGY in names:
@@ -188,11 +188,13 @@ def log_study(kind: str, study: Study) -> None:
 
 def compare(options: argparse.Namespace) -> int:
     tracker, against = tracker_chosen(options.tracker), options.against
-    threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
-    wanted = percent(options.resolution, "--resolution") if options.resolution else threshold or RESOLUTION
+    shares = {name: percent(text, f"--{name}") for name, text in given(options, "threshold", "resolution").items()}
+    threshold = shares.get("threshold", 0.0 if options.gate else None)
+    wanted = shares.get("resolution", threshold or RESOLUTION)
     _check_sides(options, gated=threshold is not None)
     decides = against is not None or threshold is not None
-    if path := expanded(options.markdown or os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull) if decides else None:
+    place = vars(options).get("markdown", os.environ.get("GITHUB_STEP_SUMMARY") or os.devnull)
+    if path := expanded(place) if decides else None:
         with writing(path, option="--markdown, or $GITHUB_STEP_SUMMARY"):
             path.open("a").close()
     how = given(options, "minutes", "sets", "cores", "device", "output_dir", "per_step", "optimizer", "as_is")
@@ -234,7 +236,7 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
         raise ConfigError(f"--against {against} takes one step, the same on both sides: leave out {candidate}")
     if given(options, "per_step", "optimizer", "as_is") and not scripts.is_command(options.baseline):
         raise ConfigError("--per-step, --optimizer and --as-is are about command lines, such as 'python train.py'")
-    if not gated and against is None and (options.strict or options.markdown):
+    if not gated and against is None and (options.strict or "markdown" in options):
         raise ConfigError("--strict and --markdown are about a decision: give --against, --gate or --threshold too")
 
 

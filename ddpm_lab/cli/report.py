@@ -79,7 +79,7 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Campaign]:
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
     """
     device = usual_device(options.device)
-    network = options.network or USUAL[device][0]
+    network = vars(options).get("network", USUAL[device][0])
     ranks = 1 if options.ranks == "single" else several_ranks(device, needed=options.ranks == "multi")
     fit = [b for b in BATCH_SIZES if b % ranks == 0] or [32 * ranks]
     batches = options.batch_sizes or (fit[:1] if options.preset == "smoke" else fit)
@@ -106,7 +106,7 @@ def benchmark(options: argparse.Namespace) -> int:
     """Exit code 1 where nothing was measured, or several GPUs cannot be."""
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
-    folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
+    folder = expanded(vars(options).get("output_dir", f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}")).absolute()
     source, planned = options.ledger or folder / LEDGER, list[Campaign]()
     if options.ledger:
         refuse_others(options, "ledger", "machine", "output_dir", why="--ledger reads records")

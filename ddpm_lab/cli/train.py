@@ -101,7 +101,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
 
 def sample(options: argparse.Namespace) -> int:
     progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
-    folder = expanded(options.output_dir) if options.output_dir else checkpoint.parent / checkpoint.stem
+    folder = expanded(vars(options).get("output_dir", checkpoint.parent / checkpoint.stem))
     sampling = sampling_run.Sampling(**given(options, *SAMPLING))
     world_size = cluster.usual_ranks() if options.world_size is None else options.world_size
     how: dict[str, Any] = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
-from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
+from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.declared import Opt
 from ddpm_lab.explain import charts, findings, machine_state, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, measured, projection, speeds, timed
@@ -355,7 +355,6 @@ def strategy(
     if missing := missing_to_explain():
         raise ConfigError(f"weighing records needs {missing}, which is not installed here: install it first")
     device = usual_device(device)
-    choice("device", device, DEVICES)
     check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())
     usual_network, usual_batch = USUAL[device]
     batch = usual_batch if batch_size is None else batch_size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
-from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
+from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
@@ -100,7 +100,6 @@ class Settings:
         """Raise ConfigError for what cannot be meant or run; what the question itself takes it checks."""
         choice("experiment", question, (*questions(), *STAGES))
         device = usual_device(self.device)
-        choice("device", device, DEVICES)
         setting.check_ranks(device, 1, len(hardware.gpus()), 1)
         if self.network is not None:
             choice("network", self.network, NETWORKS)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ddpm_lab.checks import ConfigError, compiler, missing_to_compile
+from ddpm_lab.checks import ConfigError, choice, compiler, missing_to_compile
 from ddpm_lab.config import (
+    DEVICES,
     LOADER_ALONE,
     OBSERVED_OPTIONS,
     OWN,
@@ -298,7 +299,9 @@ class Setup:
 
 
 def usual_device(device: str | None) -> str:
-    """Return ``device``, or by default the GPU if there is one. Raises ConfigError for a GPU that torch cannot use."""
+    """Return ``device``, by default the GPU if there is one. Raises ConfigError for none, or a GPU torch cannot use."""
+    if device is not None:
+        choice("device", device, DEVICES)
     if device in (None, "cuda") and (trouble := gpu_trouble()):
         raise ConfigError(trouble)
     return device or ("cuda" if hardware.gpus() else "cpu")
