@@ -79,6 +79,8 @@ REFUSED = {
     "figures --ledger TEXT": ["TEXT", "2 lines"],
     "figures --check --publish": ["--publish", "--check"],
     "recommend --minutes 0.1": ["minutes is 0.1"],
+    "recommend --minutes=nan": ["minutes is nan"],
+    "recommend --minutes=-5": ["minutes is -5.0"],
     "recommend --only precision": ["--only is 'precision'"],
     "benchmark --ledger LEDGER --batch-sizes 16": ["--batch-sizes"],
     "benchmark --machine here": ["--ledger"],

@@ -199,7 +199,7 @@ def recommendation(
     lab's own; the other settings, and the errors, are those of ``recommend``.
     """
     choice("preset", preset, plan.PRESETS)
-    output, searches = output_folder(output_dir), preset != "quick" if minutes is None else minutes > 0
+    output, searches = output_folder(output_dir), preset != "quick" if minutes is None else seconds_of(minutes) > 0
     of: dict[str, Any] = {name: settings.get(name) for name in ("network", "device")}
     if ledger is not None or machine is not None:
         _tell_idle(RECOMMENDATION, settings | {"minutes": minutes}, *of, how="without ledger and machine they count")
