@@ -23,6 +23,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page, answers, write_index
+from ddpm_lab.explain.table import html
 from ddpm_lab.files import CHECKOUT, LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions import experiments
@@ -357,6 +358,13 @@ def test_no_line_ends_within_an_option_of_a_command(tmp_path: Path) -> None:
     way = "ddpm-lab run amp --network seed"
     write_index([replace(OPEN, finding={**OPEN.finding, "way_out": way})], tmp_path / "index.html")
     assert "No clear answer: ddpm-lab run amp <span>--network</span> seed</dd>" in (tmp_path / "index.html").read_text()
+
+
+def test_a_printed_table_is_not_cut_off() -> None:
+    """A table scrolls by its own style, before which on paper only what is important goes."""
+    assert 'class="scroll" style="overflow-x: auto"' in html([{"Speed": "1"}])
+    printed = (pages.TEMPLATES / "style.css").read_text().partition("@media print")[2]
+    assert ".scroll { overflow-x: visible !important; }" in printed
 
 
 @pytest.mark.parametrize(
