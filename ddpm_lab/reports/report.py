@@ -291,7 +291,7 @@ def _parameters(notebook: Path) -> dict[str, ast.expr]:
     cells = (cell.source for cell in load(notebook).cells if "parameters" in cell.metadata.get("tags", ()))
     found = dict[str, ast.expr]()
     try:
-        for line in ast.parse(next(cells, "")).body:
+        for line in ast.parse(re.sub("(?m)^[%!].*", "", next(cells, ""))).body:  # without what is IPython's
             if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
                 targets = line.targets if isinstance(line, ast.Assign) else [line.target]
                 found |= {target.id: line.value for target in targets if isinstance(target, ast.Name)}
