@@ -206,6 +206,22 @@ def test_kills(name: str, place: Path, record_property: Callable[[str, object], 
 
 
 @pytest.mark.slow
+def test_ranks_that_sleep_end_with_the_process_group_of_their_parent(place: Path) -> None:
+    """As by the keys that quit, or ``timeout --signal=KILL``."""
+    process = start(ATTACKS["compare"][0], place, place.name)
+
+    def asleep() -> bool:
+        with contextlib.suppress(psutil.Error):
+            return any(p.status() == psutil.STATUS_STOPPED and kind(p) == "rank" for p in marked(MARK, place.name))
+        return False
+
+    wait_for(lambda: asleep() or process.poll() is not None)
+    os.killpg(process.pid, SIGKILL)
+    process.wait()
+    wait_for(lambda: not marked(MARK, place.name), GONE_SECONDS)
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_a_command_at_once(place: Path) -> None:
     process = start(ATTACKS["compare of scripts"][0], place, place.name)
     wait_for(lambda: of_kind(place.name, "worker") or process.poll() is not None)

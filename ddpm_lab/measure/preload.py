@@ -16,7 +16,7 @@ MODULES = (  # which start no thread and touch no device
     *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
     *("ddpm_lab.measure.rank", "ddpm_lab.training.train", "ddpm_lab.training.own", "ddpm_lab.training.training"),
 )
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, as it is later on
+os.setsid()  # a signal to the parent's process group is the parent's to handle; killed with it, none would end ranks
 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
 failed: ImportError | None = None  # the first, which tells why; torch then says only that it was tried before
 for name in MODULES:
