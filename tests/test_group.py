@@ -332,9 +332,21 @@ def where():
     ]
 
 
-def test_a_torch_that_cannot_be_loaded_is_told_with_its_own_reason(tmp_path: Path) -> None:
-    how = "raise ImportError('only once' if hasattr(sys, 'tried') else 'libcudart is missing')"
-    (tmp_path / "torch.py").write_text(f"import sys\ntry:\n    {how}\nfinally:\n    sys.tried = True\n")
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        (
+            "raise ImportError('only once' if hasattr(sys, 'tried') else 'libcudart is missing')",
+            "ImportError: libcudart is missing (torch.py, line 3)",
+        ),
+        ("raise MemoryError", "MemoryError (torch.py, line 3)"),
+        ("import threading; del threading.Thread.start", "AttributeError: 'Thread' object has no attribute 'start'"),
+    ],
+)
+def test_a_torch_or_a_thread_that_cannot_be_had_is_told_with_its_own_reason(
+    torch: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(f"import sys\ntry:\n    {torch}\nfinally:\n    sys.tried = True\n")
     code = """if True:
         from ddpm_lab.config import RunConfig
         from ddpm_lab.measure.group import Group
@@ -343,7 +355,8 @@ def test_a_torch_that_cannot_be_loaded_is_told_with_its_own_reason(tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
     run: dict[str, Any] = {"env": environment, "timeout": 120, "capture_output": True, "text": True}
     told = subprocess.run([sys.executable, "-c", code], check=False, **run).stderr
-    assert told.splitlines()[-1].endswith("GroupFailed: rank 0: ImportError: libcudart is missing (torch.py, line 3)")
+    assert told.count("Traceback") == 1  # the parent's own
+    assert told.splitlines()[-1].endswith(f"GroupFailed: rank 0: {said}")
 
 
 # --- what a killed process leaves ------------------------------------------------------------------------------------

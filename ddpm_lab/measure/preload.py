@@ -18,11 +18,11 @@ MODULES = (  # which start no thread and touch no device
 )
 os.setsid()  # a signal to the parent's process group is the parent's to handle; killed with it, none would end ranks
 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # for the seconds in which it does not look whether its parent lives
-failed: ImportError | None = None  # the first, which tells why; torch then says only that it was tried before
+failed: Exception | None = None  # the first, which tells why; torch then says only that it was tried before
 for name in MODULES:
     try:
         import_module(name)
-    except ImportError as error:
+    except Exception as error:  # as for want of memory
         failed = failed or error
 prctl(PR_SET_PDEATHSIG, 0)
 

@@ -157,7 +157,6 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     del sys.argv[1:]  # the lab's: a training that reads a command line would take them as its own
-    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     try:
         log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except FileNotFoundError:  # the start was interrupted, and the group is gone
@@ -170,6 +169,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
     failed = False
     try:
+        threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
         try:
             from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
         except ImportError as error:
