@@ -306,6 +306,15 @@ def test_folders_of_killed_parents_are_swept_and_all_others_stay(
     assert not used.exists()
 
 
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_not_used() -> None:
+    with tempfile.TemporaryDirectory(prefix="\u4eee" * 12, dir="/tmp") as long:  # three bytes each
+        folder, killed = owner(Path(long), "killed")
+        killed.communicate()
+        assert folder.parents[1] == Path("/tmp")
+    sweep()
+    assert not folder.parent.exists()
+
+
 @pytest.mark.slow
 def test_ranks_are_of_the_lab_that_measures_where_another_one_is_installed(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "ddpm_lab", ignore=shutil.ignore_patterns("__pycache__"))

@@ -259,7 +259,7 @@ def kill_group(leader: psutil.Process) -> None:
 
 
 OWNER = "owner"  # file in a private folder that this process holds locked while it lives
-SOCKET_CHARACTERS = 75  # of a folder in which multiprocessing can still name a socket
+SOCKET_BYTES = 75  # of the name of a folder in which multiprocessing can still name a socket
 
 
 def _prefix() -> str:
@@ -282,7 +282,7 @@ def home() -> Path:
     global _home  # noqa: PLW0603 - as long as the process
     if _home is None:
         own = _prefix() + secrets.token_hex(3)
-        fits = len(f"{tempfile.gettempdir()}/{own}/12345678") < SOCKET_CHARACTERS
+        fits = len(os.fsencode(f"{tempfile.gettempdir()}/{own}/12345678")) < SOCKET_BYTES
         path = Path(tempfile.gettempdir() if fits else "/tmp", own)
         util.Finalize(None, end_all, exitpriority=10)
         path.mkdir(0o700)
