@@ -114,7 +114,9 @@ def store() -> Iterator[Store]:
     del served
 
 
-def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     leader = Process(0, 2, 0, 1, store)
     channel = cluster.Channel(leader._replace(rank=1), "to 1", "from 1")
 
@@ -132,6 +134,7 @@ def test_unlike_hosts_and_a_peer_that_stays_away_are_refused(store: Store, monke
     begun = time.monotonic()
     refused(leader._replace(world_size=3), "2 of 3 processes joined within 1 s, and not rank 2:")
     assert time.monotonic() - begun < 2.0
+    assert capsys.readouterr().err == "waiting up to 1 s for rank 2 to join\n"
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")  # like hosts whose network cards have other names
     cluster.join(leader._replace(rank=1))
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_1")

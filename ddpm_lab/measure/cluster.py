@@ -42,6 +42,7 @@ from ddpm_lab.measure.process import (
     private_folder,
     server_died,
 )
+from ddpm_lab.output import say
 
 OF_HOST = ("NCCL_IB_", "NCCL_SOCKET_", "NCCL_NET", "NCCL_TOPO_FILE")
 """How the names of variables begin that may differ between hosts: they name cards and networks."""
@@ -237,12 +238,18 @@ def _joined(process: Process) -> list[dict[str, Any]]:
     """What each process said, by its rank. Raises ConfigError if one stays away, or differs from this one."""
     store = join(process)
     names = [f"joined {rank}" for rank in range(process.world_size)]
-    with contextlib.suppress(RuntimeError):
-        store.wait(names, timedelta(seconds=JOIN_SECONDS))
-    if missing := [name for name in names if not store.check([name])]:
+
+    def missing(seconds: float) -> list[int]:
+        with contextlib.suppress(RuntimeError):
+            store.wait(names, timedelta(seconds=seconds))
+        return [rank for rank, name in enumerate(names) if not store.check([name])]
+
+    if late := missing(JOIN_SECONDS / 24):
+        say(f"waiting up to {JOIN_SECONDS:.0f} s for rank {late[0]} to join", error=True)
+    if late := late and missing(JOIN_SECONDS * 23 / 24):
         raise ConfigError(
-            f"{len(names) - len(missing)} of {len(names)} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
-            f"{missing[0].split()[1]}: do all hosts run the same command? See what that rank said"
+            f"{len(names) - len(late)} of {len(names)} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
+            f"{late[0]}: do all hosts run the same command? See what that rank said"
         )
     found: list[dict[str, Any]] = [parsed(store.get(name)) for name in names]
     parts = {
