@@ -254,6 +254,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_one_that_hangs(
     job.config, job.limits, job.progress = busy_config(), Limits(), lambda _: None
     job.patience, job.folder = (lambda: math.inf), tmp_path
     assert job._reports(10.0, "testing") == [{}]
+    assert job.suspended
 
 
 def test_a_frozen_rank_is_found_and_leaving_kills_a_group_at_work() -> None:

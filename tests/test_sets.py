@@ -22,7 +22,7 @@ from scipy import special
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import sets, shortfall
-from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.sets import (
     CACHE_DAYS,
     Instrument,
@@ -315,11 +315,30 @@ def test_windows_time_what_happens_at_every_nth_step_as_often_as_it_happens(
         made = 12  # in the warm-up
         member = Member("baseline", "busy", RunConfig())
         run = sets._Set(instrument, [member], Plan(), {"experiment": "test", "family": "busy"})
-        run.slots[0].group = cast("Any", SimpleNamespace(window=window, pids=()))
+        run.slots[0].group = cast("Any", SimpleNamespace(window=window, pids=(), suspended=False))
         run.slots[0].warm_step_seconds = 0.15  # one settle step
         run._take_turns(Slot.window, {member: steps}, 8)
     shares = np.array([timed[phase] for phase in range(period)]) / timed.total()
     assert shares == pytest.approx(1 / period, rel=0.2)
+
+
+def test_a_window_in_which_the_job_was_suspended_is_made_once_more(
+    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    window = Group.window
+
+    def noting(group: Group, **how: Any) -> list[dict[str, Any]]:
+        reports = window(group, **how)
+        if how["stage"].startswith("measuring"):
+            group.suspended = not made
+            made.extend(reports)
+        return reports
+
+    monkeypatch.setattr(Group, "window", noting)
+    records = measured(instrument, short_plan)
+    kept = [w.start_seconds for r in records for w in r.windows]
+    assert sorted(kept) == [round(report["start"], 6) for report in made[1:]]
 
 
 def test_windows_outlast_what_loader_workers_hold_ready() -> None:

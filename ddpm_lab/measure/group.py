@@ -77,6 +77,7 @@ class Group(AbstractContextManager["Group"]):
 
     _awake: ClassVar[Group | None] = None  # the group that last received a command
     _guilty = ""
+    suspended = False  # whether this process was stopped during the last command
 
     def __init__(
         self,
@@ -209,12 +210,13 @@ class Group(AbstractContextManager["Group"]):
 
         The seconds restart at 0 after this process was stopped, as in a suspended job, so that no limit is exceeded.
         """
-        self._stage = stage
+        self._stage, self.suspended = stage, False
         begun = shown = since = now = time.monotonic()
         while True:
             ready, before = connection.wait(ears(), timeout=0.5), now
             now = time.monotonic()
-            since = now if now - before > AWAY_SECONDS else since
+            if now - before > AWAY_SECONDS:
+                since, self.suspended = now, True
             for log in self._logs():
                 shorten(log)
             yield ready, now - since

@@ -230,8 +230,11 @@ class Slot:
         full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
         extra *= self.warm_step_seconds < 1
         how, self.started_now = {"settle": max(self.settle_steps, full) + extra, "steps": steps}, False
-        with self.watched() as watch:
-            reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
+        for _ in range(2):
+            with self.watched() as watch:
+                reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
+            if not self.alive.suspended:  # else clocks went on while ranks stood still: once more
+                break
         for losses, rank in zip(self._losses, reports, strict=True):
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
