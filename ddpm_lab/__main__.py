@@ -97,7 +97,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError):
-        place = printable(error.filename or "a file")
+        place = printable(error.filename2 or error.filename or "a file")  # of a copy the second
         return f"cannot use {place}: {error.strerror or error}; check permissions and space, or choose another place"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed here: install it with pip, or use a checkout after make setup"

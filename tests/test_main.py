@@ -143,6 +143,7 @@ def test_a_parameter_may_be_typed_as_python_has_it(call: Call, monkeypatch: pyte
 
 OUTSIDE: dict[BaseException, str] = {
     OSError(errno.ENOSPC, "No space left on device", "/a/b"): "/a/b: No space left on device",
+    OSError(errno.ENOSPC, "No space left on device", "/from", None, "/to"): "cannot use /to: No space left on device",
     PermissionError(errno.EACCES, "Permission denied", "/a\nb"): "/a\\nb: Permission denied",
     MemoryError(): "out of memory",
     RuntimeError("can't start new thread"): "out of memory or processes",
