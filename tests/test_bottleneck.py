@@ -133,6 +133,24 @@ def test_side_by_side_says_what_a_change_depends_on(planted: tuple[dict[str, flo
     assert [says in title.replace("\n", " ") for title in titles] == [True] * bool(says)
 
 
+def test_of_many_changes_those_are_drawn_that_gain_here_and_lose_there_and_the_largest() -> None:
+    shown = list[RunRecord]()
+    for network, gain in (("tiny", 0.9), ("seed", 1.1)):
+        base = replace(CONFIG, network=network)
+        others: list[dict[str, Any]] = [
+            {"channels_last": True},
+            {"freed_memory": "kept"},
+            {"read_loss": not base.read_loss},
+            {"seed": 7},
+        ]
+        rows = {f"by {1.2 + n / 10}": (replace(base, **change), 1.2 + n / 10) for n, change in enumerate(others)}
+        rows["bf16"] = replace(base, precision="bf16"), gain
+        shown += make.sets(rows, baseline=base, experiment="bottleneck", family=f"{network}, batch 8{question.CHANGES}")
+    ((_, figure, _),) = question.answer(study(*shown)).figures()
+    assert [ax.get_title("left") for ax in figure.axes] == ["by 1.3", "by 1.4", "by 1.5", "bf16"]
+    assert "Not drawn: by 1.2." in figure.subfigs[2].texts[0].get_text().replace("\n", " ")
+
+
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 

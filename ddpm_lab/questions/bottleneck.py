@@ -161,7 +161,7 @@ def answer(study: Study) -> Answer:
 
 
 def _by_network(study: Study) -> Figure | None:
-    """A panel for each change, those with the largest effects; a row for each network and batch, from the smallest.
+    """A panel for each change, of many the most telling; a row for each network and batch, from the smallest.
 
     None if there are not two rows.
     """
@@ -176,27 +176,28 @@ def _by_network(study: Study) -> Figure | None:
     for place, rows in enumerate(shown):
         for r in (r for r in rows if r.role == "candidate"):
             found.setdefault(r.label, {})[place] = r
-    largest = sorted(found, key=lambda name: -max(_effect(r) for r in found[name].values()))[:MOST_BESIDE]
-    drawn = {name: rows for name, rows in found.items() if name in largest}
+    first = sorted(found, key=lambda name: _interest([*found[name].values()]), reverse=True)[:MOST_BESIDE]
+    drawn = {name: rows for name, rows in found.items() if name in first}
     names, panels = [_work(rows[0]) for rows in shown], list[Panel]()
     for label, cells in drawn.items():
         rows_of = [ratio_row(cells[i], name) if i in cells else Row(name=name) for i, name in enumerate(names)]
         panels.append(Panel(rows=[replace(r, text="", dots=()) for r in rows_of], heading=label, reference=1))
-    left = f"The {len(found) - len(drawn)} with the smallest effects are left out. " * (len(found) > len(drawn))
+    others = phrases.joined([name for name in found if name not in drawn])
     gaps = any(len(rows) < len(shown) for rows in drawn.values())
     return forest(
         panels,
         title=_by_network_title([[*rows.values()] for rows in drawn.values()]),
         context=phrases.context(study),
-        note=f"Speed with one change to a step, relative to the step without it, and its 95 % interval. {left}{MEANING}"
-        f"{' No point: not measured, or failed.' * gaps}",
+        note=f"Speed with one change to a step, relative to the step without it, and its 95 % interval. {MEANING}"
+        f"{' No point: not measured, or failed.' * gaps}{f' Not drawn: {others}.' * bool(others)}",
         beside=True,
     )
 
 
-def _effect(row: Comparison) -> float:
-    """How far a ratio is from 1, either way; a difference that is not called counts as none."""
-    return abs(math.log(row.ratio.value)) if row.verdict in (stats.FASTER, stats.SLOWER) else 0.0
+def _interest(rows: Sequence[Comparison]) -> tuple[bool, float]:
+    """Of a change's comparisons: whether it is faster here and slower there, and its largest effect that is called."""
+    called = [r for r in rows if r.verdict in (stats.FASTER, stats.SLOWER)]
+    return len({r.verdict for r in called}) > 1, max((abs(math.log(r.ratio.value)) for r in called), default=0.0)
 
 
 def _work(row: Comparison) -> str:
