@@ -97,7 +97,7 @@ def test_networks_stand_side_by_side_on_one_scale() -> None:
     assert [ax.get_title("left") for ax in figure.axes] == ["bf16", "fused kernels"]
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
     names = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_yticklabels()]
-    assert names == ["tiny, batch 8: 0.044 M parameters", "seed, batch 8: 10 M parameters"]
+    assert names == ["tiny, batch 8 (0.044 M)", "seed, batch 8 (10 M)"]
     places = charts.centres([charts.Row(name=name) for name in names])
     for ax, change in zip(figure.axes, ("bf16", "fused kernels"), strict=True):
         points = [np.ravel([line.get_xdata(), line.get_ydata()]) for line in ax.lines if line.get_marker() == "o"]

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +95,12 @@ def test_batches_that_a_loader_of_the_users_holds_ready_are_known() -> None:
         assert [rank["prefetch_batches"] for rank in g.witness()] == [2 * 3]
 
 
+def all_stopped(pids: Iterable[int]) -> bool:
+    """Whether every thread has stopped, for which it takes a moment."""
+    states = [stat.read_text() for pid in pids for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in states)
+
+
 @pytest.mark.slow
 def test_threads_of_own_code_rest_until_the_next_window() -> None:
     with group(busy_config(hums=True)) as g:
@@ -101,6 +109,7 @@ def test_threads_of_own_code_rest_until_the_next_window() -> None:
                 g.window(settle=0, steps=3, limit=60, stage="testing")
             else:
                 g.witness()
+            wait_for(partial(all_stopped, g.pids), 5)
             before = tree_seconds(g.pids)
             time.sleep(0.5)
             assert tree_seconds(g.pids) == before

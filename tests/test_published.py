@@ -251,7 +251,7 @@ CHANGES = {
     "this lab's fused kernels": "fused kernels in channels last",
     "freed memory kept": "freed memory kept",
     "torch.compile": "compiled",
-    "2 processes": "2 ranks",
+    "2 ranks": "2 ranks",
 }
 """Rows of the table of single changes, by their first words."""
 COLUMNS = ("`tiny`, 8", "`seed`, 8", "`seed`, 32", "`ddpm`, 8")

@@ -183,12 +183,14 @@ def _by_network(study: Study) -> Figure | None:
         rows_of = [ratio_row(cells[i], name) if i in cells else Row(name=name) for i, name in enumerate(names)]
         panels.append(Panel(rows=[replace(r, text="", dots=()) for r in rows_of], heading=label, reference=1))
     others = phrases.joined([name for name in found if name not in drawn])
+    steps = phrases.joined(sorted({_step(rows[0].baseline) for rows in shown}))
     gaps = any(len(rows) < len(shown) for rows in drawn.values())
     return forest(
         panels,
         title=_by_network_title([[*rows.values()] for rows in drawn.values()]),
         context=phrases.context(study),
-        note=f"Speed with one change to a step, relative to the step without it, and its 95 % interval. {MEANING}"
+        note=f"Speed with one change to a step ({steps}), relative to the step without it, and its 95 % interval. "
+        f"M: million parameters. {MEANING}"
         f"{' No point: not measured, or failed.' * gaps}{f' Not drawn: {others}.' * bool(others)}",
         beside=True,
     )
@@ -200,10 +202,16 @@ def _interest(rows: Sequence[Comparison]) -> tuple[bool, float]:
     return len({r.verdict for r in called}) > 1, max((abs(math.log(r.ratio.value)) for r in called), default=0.0)
 
 
+def _step(config: RunConfig) -> str:
+    """Number format, compilation and memory format: "fp32, eager, NCHW"."""
+    compiled, layout = config.compile != "off", "channels_last" if config.channels_last else "NCHW"
+    return f"{config.precision}, {'compiled' if compiled else 'eager'}, {layout}"
+
+
 def _work(row: Comparison) -> str:
-    """Network, batch and trained parameters: "seed, batch 8: 10 M parameters"."""
+    """Network, batch and trained parameters in millions: "seed, batch 8 (10 M)"."""
     head, count = row.family.removesuffix(CHANGES).removesuffix(", 1 rank"), PARAMETERS[row.config.network]
-    return head if row.config.is_own else f"{head}: {count / 1e6:.2g} M parameters"
+    return head if row.config.is_own else f"{head} ({count / 1e6:.2g} M)"
 
 
 def _by_network_title(found: Sequence[Sequence[Comparison]]) -> str:
