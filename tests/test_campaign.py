@@ -19,7 +19,7 @@ from setups import setup
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, hardware, shortfall
 from ddpm_lab.measure.campaign import NO_TIME, Campaign
-from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan
+from ddpm_lab.plan import MOST_CANDIDATES, PRIMARY, Experiment, Family, Plan
 from ddpm_lab.questions.quality import quality
 from ddpm_lab.training.setting import Images
 
@@ -197,6 +197,9 @@ def test_sets_leave_time_to_the_trials_that_were_asked_for(lab: Lab) -> None:
     lab.qualities = {t.config.run_id: {"fid": None} for t in asked.trials}
     lab.run(asked, seconds=600)
     assert (30 * len(lab.sets), 10 * len(lab.alone)) == (300, 300)
+    lab.forget()
+    lab.campaign(asked, seconds=90).run(stages=(PRIMARY,))
+    assert len(lab.sets) == 10 + 4, "in a call that makes no trials they need no time"
 
 
 # --- what the time gives ---------------------------------------------------------------------------------------------
@@ -249,6 +252,10 @@ def test_a_large_difference_needs_fewer_sets_than_a_small_one(lab: Lab) -> None:
     lab.run(experiment(family("f", 2)), seconds=640)
     large, small = (sum(name in row for _, row in lab.sets) for name in ("c1", "c2"))
     assert (large, small) == (4, 4 + (640 - 4 * 40) // 30)
+    lab.forget()
+    lab.run(experiment(family("f", 2, together=True)), seconds=640)
+    assert {tuple(row) for _, row in lab.sets} == {(*BOTH, "c1", "c2")}, "each set of such a family has both"
+    assert len(lab.sets) == 16
 
 
 def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> None:

@@ -226,7 +226,7 @@ def test_wrong_values_are_refused_before_anything_starts(
 def test_parameters_are_what_their_cell_assigns(tmp_path: Path, copied: dict[str, dict[str, Any]]) -> None:
     """Also with an equals sign in a comment, without the name of a kernel, and in a folder named in braces."""
     (folder := tmp_path / "{a}").mkdir()
-    lines = '%pwd\n!ls\ndata = "a#b"  # or data = "folder"\nseed: int = 0\nsizes = [\n    1,  # small\n]'
+    lines = '%pwd\n!ls\nhere = !ls\ndata = "a#b"  # or data = "folder"\nseed: int = 0\nsizes = [\n    1,  # small\n]'
     notebook = write(folder / "01_a.ipynb", parameters=lines)
     content = json.loads(notebook.read_text())
     notebook.write_text(json.dumps({**content, "metadata": {}}))

@@ -133,11 +133,11 @@ class Campaign:
         primary, others = by_stage(families)
         if PRIMARY in stages:
             share = PRIMARY_PART if others and OTHERS in stages else 1.0
-            self._measure_stage(primary, share, needed=True, yields=yields)
+            self._measure_stage(primary, share, needed=True, trains=OTHERS in stages, yields=yields)
         if self.crowded_out:
             return  # it is measured again with fewer cores
         if OTHERS in stages:
-            self._measure_stage(others, 1.0, needed=False)
+            self._measure_stage(others, 1.0, needed=False, trains=True)
             self._train(families)
         if look:
             self.look()
@@ -260,15 +260,17 @@ class Campaign:
 
     # Sets
 
-    def _measure_stage(self, families: Sequence[Family], share: float, *, needed: bool, yields: bool = False) -> None:
-        """Measure sets of ``families`` in ``share`` of the remaining time.
+    def _measure_stage(
+        self, families: Sequence[Family], share: float, *, needed: bool, trains: bool, yields: bool = False
+    ) -> None:
+        """Measure sets of ``families`` in ``share`` of the remaining time, without what trials take if it ``trains``.
 
         If ``needed``, families get ``LEAST_SETS`` sets even if that takes longer. Except in a primary comparison,
         candidates whose least sets do not fit are left out and recorded as such; a needed family keeps at least one.
         """
         start, left = time.monotonic(), self.seconds_left()
-        # Trials that were asked for come last, and would get nothing where sets can use all the time.
-        left -= min(self.lacks.forecast_of_trials(self.lacks.trials(self.experiment.trials)), TRIALS_PART * left)
+        if trains:  # trials come last, and would get nothing where sets can use all the time
+            left -= min(self.lacks.forecast_of_trials(self.lacks.trials(self.experiment.trials)), TRIALS_PART * left)
         end, latest = start + share * left, start + OVERRUN * share * left
         self.lacks.timed = math.isfinite(left)
         self._stage_ends = end

@@ -115,7 +115,7 @@ class Shortfall:
         enough = target.sets
         if self.timed:  # what resolves the usual difference by the scatter of this machine; without candidates, a speed
             turns, effect = self.turns(family) or USUAL_TURNS, RESOLUTION
-            if new >= LEAST_SETS:
+            if new >= LEAST_SETS and not family.together:  # whose sets have all candidates, to the last
                 effect = effect_to_resolve(self.held.log_ratios(*pair))
             enough = sets_that_resolve(effect, turns, *self.scatter) if family.candidates else LEAST_SETS
         return max(0, enough - new)

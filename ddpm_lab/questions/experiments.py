@@ -292,7 +292,8 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     The primary comparisons of all come first, one that would take the time of the rest after these, then with what
     time is left all others: a slow machine loses rows of tables, and few answers. What has been shown before gets no
     further sets. ``say`` is called with a question and a line of progress, or with why it cannot be measured: the
-    others go on. Costs and scatter, never ratios, decide how the time is divided.
+    others go on. Costs and scatter decide how the time is divided, and that a large
+    difference needs fewer sets.
     """
     ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Campaign]()
 

@@ -320,7 +320,8 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
     title, near = "Held-out loss over time", min(_to_loss(trained), key=lambda f: f.ratio.value, default=None)
     if near is not None:
         slower = f"{phrases.times(near.ratio)} times as long as this trainer"
-        title = f"To one held-out loss {near.other.row.label} takes {slower}{': undecided' * near.ratio.contains(1)}"
+        undecided = near.ratio.contains(1) or not near.ratio.exists
+        title = f"To one held-out loss {near.other.row.label} takes {slower}{': undecided' * undecided}"
     return lines([plot], title=title, context=context, note=note)
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import nbformat
 import yaml
+from IPython.core.inputtransformer2 import TransformerManager
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError, choice, number
@@ -291,7 +292,8 @@ def _parameters(notebook: Path) -> dict[str, ast.expr]:
     cells = (cell.source for cell in load(notebook).cells if "parameters" in cell.metadata.get("tags", ()))
     found = dict[str, ast.expr]()
     try:
-        for line in ast.parse(re.sub("(?m)^[%!].*", "", next(cells, ""))).body:  # without what is IPython's
+        plain = TransformerManager().transform_cell(next(cells, ""))  # type: ignore[no-untyped-call] # magics as calls
+        for line in ast.parse(plain).body:
             if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
                 targets = line.targets if isinstance(line, ast.Assign) else [line.target]
                 found |= {target.id: line.value for target in targets if isinstance(target, ast.Name)}
