@@ -197,7 +197,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tup
 def _trains(config: RunConfig) -> bool:
     """Whether a configuration is this trainer, and trains: its ranks exchange what they have learned."""
     ours = config.workload in (DDPM, OWN) and config.implementation == "lab"
-    return ours and config.exchange.enabled and (config.is_own or not config.options)  # which are about speed alone
+    # Options of the lab are about speed alone.
+    return ours and config.exchange.enabled and (config.is_own or not config.options)
 
 
 def _tried(config: RunConfig) -> RunConfig:

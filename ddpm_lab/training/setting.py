@@ -299,7 +299,7 @@ class Setup:
 
 
 def usual_device(device: str | None) -> str:
-    """Return ``device``, by default a GPU if there is one. Raises ConfigError for another, or a GPU out of order."""
+    """Return ``device``, by default a GPU if there is one. Raises ConfigError for another, or an unusable GPU."""
     if device is not None:
         choice("device", device, DEVICES)
     if device in (None, "cuda") and (trouble := gpu_trouble()):
