@@ -109,6 +109,7 @@ class Busy(Planted):
                 raise Unsupported("no C++ compiler: install g++")
             case "kill parent" | "stop parent" as what:
                 os.kill(os.getppid(), signal.SIGKILL if "kill" in what else signal.SIGSTOP)
+                time.sleep(1.0 if "kill" in what else 0.0)  # the steps left take less time than it takes to notice
             case "fork":
                 os.fork()
             case "exit" | "leave" as what:
