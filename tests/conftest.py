@@ -117,6 +117,7 @@ def multiplying_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (probe, setting):
         monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(setting, "favours_bf16", lambda: True)
 
 
 @pytest.fixture

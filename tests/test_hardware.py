@@ -309,12 +309,16 @@ def test_a_name_that_every_generation_has_is_told_by_family_and_model() -> None:
 
 
 def test_processors_and_gpus_get_the_number_format_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    intel = "vendor_id: GenuineIntel\nflags: avx2 avx512_bf16"
     cases = {"flags: avx2 avx512_bf16": "bf16", "flags: avx2 avx512f": "fp32", "Features: bf16": "bf16"}
+    cases |= {intel: "fp32", f"{intel} amx_bf16": "bf16"}
     for flags, precision in cases.items():
         monkeypatch.setattr(processor, "_cpuinfo", lambda text=flags: f"processor: 0\n{text}\n")
-        processor.multiplies_bf16.cache_clear()
+        for known in (processor.multiplies_bf16, processor.favours_bf16):
+            known.cache_clear()
         assert setting.usual_settings("cpu")["precision"] == precision
-    processor.multiplies_bf16.cache_clear()
+    for known in (processor.multiplies_bf16, processor.favours_bf16):
+        known.cache_clear()
     for capability, usual in (((9, 0), ("bf16", "whole")), ((7, 5), ("fp16", "whole")), ((6, 1), ("fp32", "off"))):
         monkeypatch.setattr(setting, "least_capability", lambda found=capability: found)
         found = setting.usual_settings("cuda")

@@ -86,8 +86,10 @@ def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: A
 def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
     plan: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "formats_of", lambda *_, **__: {})  # which would measure other trainers
+    for measured, fastest in (("settings_of", {"kernels": "aten"}), ("formats_of", {})):  # which would measure
+        monkeypatch.setattr(probe, measured, lambda *_, fastest=fastest, **__: fastest)
     assert [base_of(plan(*name)).network for name in ((), ("peers",))] == ["tiny", "seed"]
+    assert base_of(plan("peers")).kernels == "aten", "as train would choose here"
     monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("A", "GPU-1", 1 << 36)])
     monkeypatch.setattr("ddpm_lab.training.setting.gpu_trouble", lambda: "")
     assert [base_of(plan(device="cuda", **n)).network for n in ({}, {"network": "tiny"})] == ["seed", "tiny"]
@@ -96,7 +98,8 @@ def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
 @pytest.mark.parametrize("name", ["amp", "peers", "search"])
 def test_sets_of_smoke_are_no_sets_of_an_answer(name: str, plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose number of turns every further one would have, and which hide no others when they are the latest."""
-    monkeypatch.setattr(probe, "formats_of", lambda *_, **__: {})
+    for measured in ("settings_of", "formats_of"):
+        monkeypatch.setattr(probe, measured, lambda *_, **__: {})
     smoke, quick = (plan(name, preset=preset).target.plan for preset in ("smoke", "quick"))
     assert smoke.key != quick.key
     late = make.environment(date="2026-02-01T00:00:00+00:00")

@@ -117,6 +117,16 @@ def test_the_fastest_is_found_within_the_time(tmp_path: Path, play: Play, second
     assert machine.now <= probe.SECONDS + 1.5 * max(seconds.values()) + 2 * 1.5 * seconds["plain"]
 
 
+def test_what_the_table_takes_for_slow_is_tried_too(tmp_path: Path, play: Play) -> None:
+    """And ``run peers`` trains as ``train`` does."""
+    play(**{**SPEEDS, "bf": 0.4})
+    config = dataclasses.replace(USUAL, precision="fp32")
+    found = fastest(tmp_path, config)[0]
+    assert found == USUAL
+    how: dict[str, Any] = {"threads": 2, "output": tmp_path, "probing": False, "progress": lambda _: None}
+    assert dataclasses.replace(config, **probe.settings_of(config, **how)) == found
+
+
 def test_who_starts_as_a_neighbour_comes_is_not_out(tmp_path: Path, play: Play) -> None:
     machine = play(bf=0.2, plain=0.5, ff=0.4, ba=0.3, fa=0.45)
     machine.crowded_from = 1.0  # from the second group on

@@ -11,7 +11,7 @@ import setups
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer
-from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, TUNED
+from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, OURS, TUNED
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, answer, peers
 from ddpm_lab.training.setting import Setup
 
@@ -37,9 +37,11 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
         assert config.option(FLASH_ATTENTION, None) is None
         assert config.workload == PEERS[name.split(", ")[0]]
         assert (config.implementation == "plain") == (PUBLISHED in name)
-    formats = {"diffusers": {"precision": "fp32", "channels_last": False}}
-    rows = dict(peers(setup(preset="quick", formats=formats)).families[0].candidates)
-    assert (rows["diffusers, tuned"].precision, rows["diffusers, tuned"].channels_last) == ("fp32", False)
+    formats = {"diffusers": {"precision": "fp32", "channels_last": False}, OURS: {"precision": "fp32"}}
+    found = peers(setup(preset="quick", formats=formats)).families[0]
+    tuned = dict(found.candidates)["diffusers, tuned"]
+    assert (tuned.precision, tuned.channels_last) == ("fp32", False)
+    assert (found.baseline.precision, found.baseline.kernels) == ("fp32", "fused")
 
 
 def test_time_to_the_loss_that_all_reached_is_time_an_image_by_images() -> None:

@@ -26,7 +26,7 @@ from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.processor import multiplies_bf16
+from ddpm_lab.processor import favours_bf16
 from ddpm_lab.training import setting, training_run
 from ddpm_lab.training.checkpoint import CheckpointError, read, write
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
@@ -324,7 +324,7 @@ def plan(tmp_path: Path, data: Path) -> Plan:
 def test_defaults_then_the_file_then_the_command_line_and_back_to_a_file(tmp_path: Path, plan: Plan) -> None:
     config, schedule = plan()
     assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "seed", 16)
-    usual = "bf16" if multiplies_bf16() else "fp32"
+    usual = "bf16" if favours_bf16() else "fp32"
     assert (config.precision, config.kernels, config.loader) == (usual, "fused", "packed")
     assert plan(compile="whole")[0].kernels == plan(channels_last=False)[0].kernels == "aten"
     assert len(config.data_sha256) == 64

@@ -65,7 +65,8 @@ def peers(
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
     wanted = parts or (PARTS if setup.preset == "full" else PARTS[:1])
-    ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **usual_settings(setup.device))
+    settings = {**usual_settings(setup.device), **setup.formats.get(OURS, {})}
+    ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **settings)
     name, families = setup.family_name(batch), list[Family]()
     if "peers" in wanted:
         compiled = setup.device == "cpu" and (setup.preset == "full" or trainers is not None)

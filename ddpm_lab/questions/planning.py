@@ -27,7 +27,7 @@ from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.plan import LEAST_SETS, RECOMMENDATION, SEARCH, TUNED, Experiment, Family, Plan, usual_network
+from ddpm_lab.plan import LEAST_SETS, OURS, RECOMMENDATION, SEARCH, TUNED, Experiment, Family, Plan, usual_network
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import STAGES, ask, every_question, questions
@@ -224,13 +224,12 @@ def _experiment(
 
 
 def _formats(experiment: Experiment, cores: int, **how: Any) -> dict[str, dict[str, Any]]:
-    """Number and memory format in which each tuned trainer is fastest here, measured once for a network and batch."""
+    """Settings in which this trainer is fastest here, and formats of each tuned one; measured once for a batch."""
+    ours = experiment.families[0].baseline
     rows = [(label.removesuffix(TUNED), c) for f in experiment.families for label, c in f.candidates if TUNED in label]
-    return {
-        peer: probe.formats_of(config, threads=config.rank_threads(cores), **how)
-        for peer, config in rows
-        if peer == PUBLISHED or hardware.package_version(peer)
-    }
+    able = [(peer, config) for peer, config in rows if peer == PUBLISHED or hardware.package_version(peer)]
+    found = {OURS: probe.settings_of(ours, threads=ours.rank_threads(cores), **how)}
+    return found | {peer: probe.formats_of(c, threads=c.rank_threads(cores), **how) for peer, c in able}
 
 
 def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -> Images:

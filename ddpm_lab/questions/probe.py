@@ -97,6 +97,16 @@ def formats_of(config: RunConfig, *, threads: int, output: Path, probing: bool, 
     return {name: found[0][name] if found else getattr(config, name) for name in ("precision", "channels_last")}
 
 
+def settings_of(config: RunConfig, *, threads: int, output: Path, probing: bool, progress: Say) -> dict[str, Any]:
+    """The SETTINGS in which the lab's trainer is fastest on this CPU, measured once and kept, as ``train`` takes them.
+
+    Empty where nothing can be compared, or without ``probing`` is kept.
+    """
+    contest = _Contest(_candidates(config, set()), dataclasses.replace(config, **PLAIN), threads, progress)
+    found = _fastest_of(contest, _key(config, set(), threads), output / FILE, sys.maxsize if probing else 0)
+    return found[0] if found else {}
+
+
 def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
     """Settings of the fastest choice, and why: those kept in ``path``, or found for ``steps``; None without a result.
 
@@ -125,7 +135,8 @@ def _candidates(config: RunConfig, said: Set[str]) -> dict[str, RunConfig]:
 
     bf16 is tried only where it has instructions: emulated it takes ten times as long.
     """
-    rows = [PLAIN, {}, {"precision": "fp32"}, {"precision": "fp32", "kernels": "aten"}, {"kernels": "aten"}]
+    precisions = ("fp32", "bf16") if multiplies_bf16() else ("fp32",)
+    rows = [PLAIN, {}, *({"precision": p, **more} for p in precisions for more in ({}, {"kernels": "aten"}))]
     found: dict[str, RunConfig] = {}
     for row in rows:
         changed = {name: value for name, value in row.items() if name not in said}

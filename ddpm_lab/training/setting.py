@@ -30,7 +30,7 @@ from ddpm_lab.measure.hardware import gpu_trouble, least_capability
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
-from ddpm_lab.processor import multiplies_bf16
+from ddpm_lab.processor import favours_bf16, multiplies_bf16
 from ddpm_lab.workload import Unsupported
 
 OWN_DATA = "own-"
@@ -64,7 +64,7 @@ def usual_settings(device: str) -> dict[str, Any]:
         compiles = capability >= (7, 0) and not missing_to_compile("cuda")
         own = {"kernels": "aten", "compile": "whole" if compiles else "off", "loader": "resident"}
     else:
-        precision = "bf16" if multiplies_bf16() else "fp32"
+        precision = "bf16" if favours_bf16() else "fp32"
         kernels = "fused" if compiler("cpu")[-1] else "aten"
         own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
     return {"precision": precision, "channels_last": True, **own}
@@ -176,7 +176,7 @@ class Setup:
     places: int = 0  # maximum number of ranks of a job on each host; 0 means one per device
     limited: bool = False  # usable_cores excludes cores that other processes use
     own: Own | None = None  # the user's own training, instead of the network and the images
-    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # number and memory format, by peer trainer
+    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the fastest settings, by trainer
 
     def config(self, **settings: Any) -> RunConfig:
         common = {
