@@ -212,6 +212,29 @@ def test_what_yielded_to_others_is_measured_with_what_they_left_where_its_least_
     assert [q.yields[0] for q in lab.questions.values()] == [True, True, False]
 
 
+@pytest.mark.parametrize(("lacking", "expected"), [(200.0, "abac"), (330.0, "aba")])
+def test_what_compiles_waits_for_the_least_sets_of_others(lab: Laboratory, lacking: float, expected: str) -> None:
+    """And is left out where they leave less than two compiles take: on a slow machine one alone may take that long."""
+    lab.add("a", "b", "c")
+    a, b, c = lab.questions.values()
+    a.takes = b.takes = 0.5
+    c.compiling_seconds = lambda: 60.0
+    a.lacks = lacking
+
+    def again(**how: Any) -> Question:
+        if lab.done:  # it takes what it lacks, and then lacks nothing
+            a.takes, a.lacks = 1.0, 0.0
+        return Question.measure(a, **how)
+
+    a.measure = again  # type: ignore[method-assign]
+    lab.measure(600)
+    primary = [(name, seconds) for name, stage, seconds in lab.done if stage == PRIMARY]
+    assert "".join(name for name, _ in primary) == expected
+    assert primary[2] == ("a", lacking), "no more than it lacks"
+    left_out = ("c", "not measured: compiling would take longer than the time that is left")
+    assert (left_out in lab.lines) == (expected == "aba")
+
+
 def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:
     lab.add("all_there", complete=True)
     lab.add("multi_gpu", "workers", "amp")

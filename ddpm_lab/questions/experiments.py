@@ -290,10 +290,10 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
     """Measure what questions (name -> settings) lack within ``seconds``; returns the sets that were added.
 
     The primary comparisons of all come first, one that would take the time of the rest after these, then with what
-    time is left all others: a slow machine loses rows of tables, and few answers. What has been shown before gets no
-    further sets. ``say`` is called with a question and a line of progress, or with why it cannot be measured: the
-    others go on. Costs and scatter decide how the time is divided, and that a large
-    difference needs fewer sets.
+    time is left all others: a slow machine loses rows of tables, and few answers. What compiles takes longest, and
+    begins when the others have answers, if there is time. What has been shown before gets no further sets. ``say`` is
+    called with a question and a line of progress, or with why it cannot be measured: the others go on. Costs and
+    scatter decide how the time is divided, and that a large difference needs fewer sets.
     """
     ends, added, measured = time.monotonic() + seconds, list[int](), dict[str, Campaign]()
 
@@ -302,17 +302,24 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             measured[name] = planned.measure(seconds=seconds, stages=stages, look=False, yields=yields)
             added.append(measured[name].measured_sets)
 
+    def finish(*, all_time: bool) -> None:
+        for name in sorted(measured, key=lambda name: measured[name].least_seconds()):
+            left, least = ends - time.monotonic(), measured[name].least_seconds()
+            if 0 < least <= left:
+                spend(name, measured[name], left if all_time else least, PRIMARY)
+
     for count, name in enumerate(asked):
         with _going_on(name, say):
             planned = plan_question(name, further=False, say=partial(say, name), **asked[name])
             if planned.missing():
-                weight = 1 + planned.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+                if compiling := planned.compiling_seconds():
+                    finish(all_time=False)
+                    if measured and ends - time.monotonic() < 2 * compiling:
+                        raise ConfigError("compiling would take longer than the time that is left")
+                weight = 1 + compiling / COMPILE_SECONDS  # in units of a comparison
                 left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
                 spend(name, planned, max(LEAST_SECONDS, left), PRIMARY, yields=count < len(asked) - 1)
-    for name in sorted(measured, key=lambda name: measured[name].least_seconds()):
-        left = ends - time.monotonic()
-        if 0 < measured[name].least_seconds() <= left:
-            spend(name, measured[name], left, PRIMARY)
+    finish(all_time=True)
     for count, (name, planned) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
         spend(name, planned, max(left, 1.0), OTHERS)
