@@ -305,6 +305,15 @@ def test_decided_comparisons_get_no_more_sets(lab: Lab) -> None:
     assert measured(lab) == {"c2": 10}
     lab.run(asked, sets=4, decided=decided)
     assert lab.sets == []
+    lab.forget()
+    asked = experiment(family("f", 2, together=True))
+    for known, sets in (((), 4), (decided[:1], 4), (decided, 0)):
+        lab.run(asked, sets=4, decided=known)
+        assert lab.sets == [("f", [*BOTH, "c1", "c2"])] * sets, "sets without one of them would not count"
+    lab.forget()
+    lab.seconds_per_image = {config(1).run_id: 1 / 64}
+    lab.run(asked, sets=6, sets_to_come=lambda logs: int(not any(logs)))  # of c2 whatever there is
+    assert lab.sets == [("f", [*BOTH, "c1", "c2"])] * 6
 
 
 def test_what_was_shown_gets_nothing_further(lab: Lab) -> None:

@@ -98,25 +98,27 @@ class Shortfall:
         return config.run_id in self.held.lasting or self.failed[config.run_id] >= TRIES
 
     def missing(self, family: Family, config: RunConfig) -> int:
-        """Sets of a comparison still to come."""
-        target, pair = self.target, (family.baseline.run_id, config.run_id)
+        """Sets of a comparison still to come; where sets have all candidates, as many as any of these lacks."""
         if self.hopeless(config) or self.hopeless(family.baseline):
             return 0
+        target, beside = self.target, [c for _, c in family.candidates if family.together and not self.hopeless(c)]
+        pairs = [(family.baseline.run_id, c.run_id) for c in beside or [config]]
         have, new = self.progress_of(family, config)
         most = max(0, (1 if family.mechanism else target.sets) - have)
         if family.mechanism or target.exact:
             return most
         if target.sets_to_come:
-            return min(most, target.sets_to_come(self.held.log_ratios(*pair))) if most else 0
-        decided = have > new and pair in target.decided
+            return min(most, max(target.sets_to_come(self.held.log_ratios(*pair)) for pair in pairs)) if most else 0
+        decided = have > new and all(pair in target.decided for pair in pairs)
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
-        if decided or (not target.further and looked and self.held.met(*pair) and not 0 < have < LEAST_SETS):
+        met = not target.further and looked and all(self.held.met(*pair) for pair in pairs)
+        if decided or (met and not 0 < have < LEAST_SETS):
             return 0
         enough = target.sets
         if self.timed:  # what resolves the usual difference by the scatter of this machine; without candidates, a speed
             turns, effect = self.turns(family) or USUAL_TURNS, RESOLUTION
-            if new >= LEAST_SETS and not family.together:  # whose sets have all candidates, to the last
-                effect = effect_to_resolve(self.held.log_ratios(*pair))
+            if new >= LEAST_SETS and not family.together:  # whose candidates are compared with each other too
+                effect = effect_to_resolve(self.held.log_ratios(*pairs[0]))
             enough = sets_that_resolve(effect, turns, *self.scatter) if family.candidates else LEAST_SETS
         return max(0, enough - new)
 
