@@ -182,6 +182,18 @@ def test_trials_of_this_machine_win_where_they_decide() -> None:
     assert judged([], published=machines).verdict == WORSE, "the longest of them"
 
 
+def test_ones_own_trials_of_earlier_code_come_before_what_others_published() -> None:
+    """On the very images, and on others; but a training of the user's may be another since."""
+    told = elsewhere(make.trials({"bf16": (BF16, 0.0)}))
+    mine = [replace(r, data_name="900 images from me") for r in make.trials({"bf16": (BF16, 0.02)})]
+    for images in ("", "ef" * 32):
+        found = judged(changed(mine, data_sha256=images), published=told, code="code-2")
+        assert (found.verdict, found.published) == (WORSE, "")
+    longer = make.trials({"bf16": (BF16, 0.0)}, images=16_000, data_name="900 images from me")
+    assert judged([*mine, *changed(longer, data_sha256="ef" * 32)], code="code-2").verdict == WORSE, "the very images"
+    assert judged(changed(mine, workload=OWN), *both(workload=OWN), code="code-2").verdict == NOT_MEASURED
+
+
 def test_what_cannot_change_a_bit_needs_no_trial() -> None:
     same: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 2}, {"freed_memory": "kept"}]
     for change in (*same, {"read_loss": True}):

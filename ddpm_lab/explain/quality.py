@@ -266,8 +266,9 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
 class Trials:
     """The trials that speak for a study's configurations: those of its machine, on its images or ``others``; published.
 
-    Quality belongs to the mathematics and not to the machine: a verdict on other images, which are real, serves where
-    ``work_of`` agrees ``anywhere``, whatever the machine and the version of the code; one's own before a published one.
+    Quality belongs to the mathematics and not to the machine: a verdict on real images serves where ``work_of`` agrees
+    ``anywhere``, whatever the images, the machine and the version of the code. One's own come before published ones,
+    and those on the very images first.
     """
 
     def __init__(
@@ -299,9 +300,10 @@ class Trials:
             return replace(_SAME, reason="the same arithmetic") if alike and found.verdict == NOT_MEASURED else found
         if found.verdict in DECIDED:
             return found
-        others = {key: group for key, group in self._own.items() if key[2] != baseline.data_sha256}
-        own = replace(_elsewhere(others, baseline, candidate), published="")
-        for elsewhere in (own, _elsewhere(self._published, baseline, candidate)):
+        own = [{k: g for k, g in self._own.items() if (k[2] == baseline.data_sha256) is same} for same in (True, False)]
+        # What is called by one name, and was judged in other code, may be another training of the user's.
+        mine = [replace(_elsewhere(each, baseline, candidate), published="") for each in own[baseline.is_own :]]
+        for elsewhere in (*mine, _elsewhere(self._published, baseline, candidate)):
             if found.verdict not in DECIDED and (elsewhere.verdict in DECIDED or found.verdict == NOT_MEASURED):
                 found = elsewhere
         return found
