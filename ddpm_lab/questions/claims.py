@@ -393,6 +393,7 @@ class Claim:
     nodes: int = 1
     gpus: int = 0
     between: Sequence[tuple[float, float]] = ()
+    memory: Sequence[float] = ()
     expects: str = stats.FASTER
     best: bool = False
     varies: Sequence[str] = ()
@@ -495,6 +496,12 @@ def _near(claim: Claim, records: Records) -> Judged | None:
         verdict = CONFIRMED if inside else REFUTED if apart else stats.INCONCLUSIVE
         verdicts.append(verdict if row.answered else stats.INCONCLUSIVE)
         why.append(f"{row.label}: {f'accepted: {low} to {high}' if row.answered else phrases.outcome(row)}")
+        if claim.memory:
+            bases = {b.baseline_id: b for b in comparisons(records.studies[row.experiment]) if b.role == "baseline"}
+            share, (low, high) = row.peak_memory_bytes / max(bases[row.baseline_id].peak_memory_bytes, 1), claim.memory
+            known = CONFIRMED if low <= share <= high else REFUTED
+            verdicts.append(stats.INCONCLUSIVE if math.isnan(share) else known)
+            why.append(f"memory {phrases.significant(share)} of {row.baseline_label}, accepted: {low} to {high}")
     here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
     if rows and (lacking := [value for value in claim.values if value not in rows]):
         verdicts.append(stats.INCONCLUSIVE)
@@ -520,10 +527,14 @@ def _faster(claim: Claim, records: Records) -> Judged | None:
         why = f"compiling takes {phrases.seconds(cost.value)} and pays off {torch_compile.pays_off(steps, row)}"
     others = [r for r in _rows(claim, records) if claim.best and r.family == row.family]
     better = [r.label for r in others if r.ratio.low > row.ratio.high]
+    unclear = [
+        f"{r.label} may be faster" for r in others if r.run_id != row.run_id and not r.ratio.high < row.ratio.low
+    ]
     holds = row.verdict == claim.expects and not better
     most = max((getattr(r.config, claim.setting) for r in others), default=None)
-    if holds and getattr(row.config, claim.setting) == most:
-        return Judged(stats.INCONCLUSIVE, _said(row), "no more were measured")
+    unclear += ["no more were measured"] * (getattr(row.config, claim.setting) == most)
+    if holds and unclear:
+        return Judged(stats.INCONCLUSIVE, _said(row), unclear[0])
     return Judged(CONFIRMED if holds else REFUTED, _said(row), f"{better[0]} is faster" if better else why)
 
 
@@ -534,11 +545,13 @@ def _equivalent(claim: Claim, records: Records) -> Judged | None:
     if not rows:
         return None
     verdicts = {row.equivalence.verdict for row in rows}
-    # What is identical by its arithmetic alone, as a loader is, says nothing of what learns something else.
-    good = CONFIRMED if {quality.IDENTICAL} != verdicts <= set(quality.GOOD) else stats.INCONCLUSIVE
+    tried = {name for r in rows for name in r.config.differences(r.baseline)}
+    lacking = [f"{str(name).replace('_', ' ')} not tried" for name in claim.values if name not in tried]
+    kept = verdicts <= {quality.IDENTICAL, quality.NOT_WORSE} and not lacking
     labels = {said: dict.fromkeys(r.label for r in rows if r.quality == said) for said in (r.quality for r in rows)}
     here = "; ".join(f"{phrases.joined(list(names))} {said}" for said, names in labels.items())
-    return Judged(REFUTED if quality.WORSE in verdicts else good, here, f"held-out loss {claim.why}")
+    verdict = REFUTED if quality.WORSE in verdicts else CONFIRMED if kept else stats.INCONCLUSIVE
+    return Judged(verdict, here, "; ".join([f"held-out loss {claim.why}", *lacking]))
 
 
 def _same_number(claim: Claim, records: Records) -> Judged | None:
