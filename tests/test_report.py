@@ -329,6 +329,7 @@ UNJUDGED = page("torch_compile", "Compiled is faster", quality="quality not meas
 TOLD = page("recommendation", "Compiled is faster; quality not measured", status="quality not shown", way_out="it")
 UNDECIDED = "Compiled is faster; quality not measured: no command decides it yet"
 FEW = page("recommendation", "Too few sets", status="too few sets", way_out="make report")
+IDLE = page("workers", "2 workers are faster", quality="quality identical (after 20 steps)")
 
 
 @pytest.mark.parametrize(
@@ -337,6 +338,7 @@ FEW = page("recommendation", "Too few sets", status="too few sets", way_out="mak
         ([page("amp", "bf16 is slower", verdict="slower", published=True)], []),
         ([GOOD, USE], [("Use", ["bf16"])]),
         ([GOOD], [("Faster", ["bf16 is 50 % faster; quality not worse (5 seeds)"])]),
+        ([IDLE, USE], [("Use", ["bf16"]), ("Faster", ["2 workers are faster; quality identical (after 20 steps)"])]),
         ([WORSE, USE], [("Use", ["bf16"]), ("Costs quality", ["fp16 is 50 % faster; quality worse (5 seeds)"])]),
         ([SLOWER, USE], [("Use", ["bf16"]), ("No gain", ["2 ranks are slower"])]),
         ([UNJUDGED, USE], [("Use", ["bf16"]), ("Open", ["Compiled is faster; quality not measured: ddpm-lab run"])]),

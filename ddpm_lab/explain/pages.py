@@ -21,7 +21,7 @@ ANSWERED = "answered"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
 """Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
-RECOMMENDATION, FASTER = "recommendation", "faster"
+RECOMMENDATION, WORKERS, FASTER = "recommendation", "workers", "faster"
 _NO_SETTING = ("profile", "claims", "peers", "quality")
 """Questions whose answers are about no setting of a training."""
 _UNJUDGED = (f"quality {NOT_MEASURED}", f"quality {NOT_ENOUGH}")
@@ -104,12 +104,14 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
             way = page.finding.get("way_out") or "no command decides it yet" * unjudged
             text = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
             ways.setdefault(text, []).extend([way] * bool(way))
-    faster = [p for p in others if p.kind == ANSWERED and p.finding.get("verdict") == FASTER]
-    judged_of = {f"{p.headline}; {judged}": judged for p in faster if (judged := str(p.finding.get("quality", "")))}
+    faster = [p.finding for p in others if p.kind == ANSWERED and p.finding.get("verdict") == FASTER]
+    told = [(f.get("experiment"), f"{f.get('headline')}; {q}", q) for f in faster if (q := str(f.get("quality", "")))]
+    # Workers of the lab's own trainer are weighed on no page.
+    good = [text for name, text, judged in told if judged.startswith(_JUDGED) and (name == WORKERS or not last)]
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
-        "Faster": [text for text, judged in judged_of.items() if judged.startswith(_JUDGED) and not last],
-        "Costs quality": [text for text, judged in judged_of.items() if judged.startswith(f"quality {WORSE}")],
+        "Faster": good,
+        "Costs quality": [text for _, text, judged in told if judged.startswith(f"quality {WORSE}")],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],
         "Open": [f"{headline}: {' or '.join(found)}" if found else headline for headline, found in ways.items()],
     }
