@@ -22,7 +22,7 @@ _SUBJECTS = {
     "multi_gpu": ("{label} at batch {batch}", "{base}"),
     "workers": ("training with {label}", "with {base}"),
     "torch_compile": ("{label} {precision} training", "{base} training"),
-    "exchange": ("the exchange with {label}", "the {base}"),
+    "exchange": ("a step with {label}", "with the {base}"),
     "batch_size": ("{label}", "{base}, image for image"),
 }
 _OF_STEP = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
