@@ -154,8 +154,9 @@ def _split(records: Sequence[RunRecord]) -> Split | None:
     slowest, parts = "" if doubt else slowest_rank(alone), []
     for name, how, counted in losses:
         note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
-        # What needs the wait rests on a choice, of the slowest among the ranks.
-        parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
+        # A loss is put down to some of several parts; what needs the wait rests on a choice among the ranks too.
+        choices = len(losses) * (n if _WAIT in counted else 1)
+        parts.append(replace(_part(times, name, how, counted, choices), note=note))
     no_work = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
     every = {p.name: p for p in (*parts, no_work, *found)}
     family = trained.family.removesuffix(plan.LOST)
