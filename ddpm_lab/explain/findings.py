@@ -184,7 +184,9 @@ def unsound(study: Study) -> str:
 
 def untrained(study: Study) -> str:
     """Return a note on the planned training runs for quality that are missing, with reasons; empty without any."""
-    trials, planned = study.trials, [r for r in study.records if (r.role, r.config.purpose) == ("note", "quality")]
+    codes = {r.code_version for r in study.records or study.trials}
+    trials = [t for t in study.trials if any(quality.speaks_for(t, code) for code in codes)]
+    planned = [r for r in study.records if (r.role, r.config.purpose) == ("note", "quality")]
     done = {t.run_id for t in trials if t.status == "ok"}  # perhaps after a failure
     failed = (t for t in trials if t.status not in (*_SOUND, "diverged") and t.run_id not in done)
     tried = [[t for t in trials if t.run_id == r.run_id and quality.speaks_for(t, r.code_version)] for r in planned]

@@ -117,11 +117,7 @@ def chosen(
     shown = [r for g in groups if experiment in (g[0].experiment, RECOMMENDATION) for r in _one_cohort(g, cohort)]
     beside = [g for g in groups if g[0].experiment != experiment and experiment in BESIDE_OTHERS]
     shown += [r for group in beside for r in _one_cohort(group)]
-    for images in sorted({r.cohort[2] for r in trials}):
-        for group in _by_experiment([r for r in trials if r.cohort[2] == images]):
-            latest = max(group, key=lambda r: moment(r.date)).cohort[:3]  # a trial has no turns, and no plan of a set
-            shown += [r for r in group if r.cohort[:3] == latest]
-    return shown + looks
+    return shown + trials + looks
 
 
 def about(records: Sequence[RunRecord], **of: str | int | None) -> list[RunRecord]:

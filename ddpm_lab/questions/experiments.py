@@ -178,7 +178,8 @@ def _named_as(family: Family, record: RunRecord) -> RunRecord:
 def records_of(measured: Campaign) -> list[RunRecord]:
     """Every record of the configurations that were asked for, their trials too."""
     found, wanted = study_of(measured), {c.run_id for c in measured.experiment.configurations}
-    return [r for r in (*found.records, *found.trials) if r.run_id in wanted and r.experiment == found.experiment]
+    mine = (r for r in (*found.records, *found.trials) if quality.speaks_for(r, measured.cohort[1]))
+    return [r for r in mine if r.run_id in wanted and r.experiment == found.experiment]
 
 
 def recommendation(
