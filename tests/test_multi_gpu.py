@@ -91,6 +91,19 @@ def test_what_was_measured_overrules_the_prior(
     assert bool(found.way_out()) == (answer == stats.INCONCLUSIVE)
 
 
+def test_another_batch_decides_where_it_tells_of_this_one() -> None:
+    """What several gain at a batch they gain at a larger one; what they lose, at a smaller one. Else it is measured."""
+    for ratio, at, asked, expected in (
+        (1.5, 64, 256, MULTI),
+        (0.8, 64, 16, SINGLE),
+        (1.5, 64, 16, MEASURE),
+        (0.8, 16, 512, MEASURE),
+    ):
+        found = ask(gpus({2: ratio}, batch=at), batch=asked)
+        assert (found.answer, found.measured_batch) == (expected, at)
+        assert found.way_out().endswith(f"--batch-sizes {asked}")
+
+
 def test_records_of_another_network_device_or_step_decide_nothing() -> None:
     records = gpus({2: 0.5})
     others = [ask(), ask(weak({2: 1.9}), switched_off()), ask(records, network="ddpm"), ask(records, device="cpu")]

@@ -302,7 +302,8 @@ class NoRanksError(ConfigError):
 class Strategy:
     """Whether one rank or several should train a network at a batch, and why.
 
-    ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule leaves it to a measurement).
+    ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule, or another batch that was
+    measured, leaves it to a measurement).
     ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
     Ratio, interval and sets are those of the comparison behind it.
     """
@@ -373,7 +374,8 @@ def strategy(
 def decide(study: Study, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
 
-    Comparisons at this batch decide, else those at the nearest; answers with all cores before those with fewer.
+    Comparisons at this batch decide, else those at the nearest, where several gain at a smaller batch, or nothing at a
+    larger one; answers with all cores before those with fewer.
     """
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
     found = [
@@ -396,6 +398,9 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     if not faster and not all(r.answered for r in several):
         answer, reads = stats.INCONCLUSIVE, f"reads {phrases.ratio(lead)} ({evidence}), {phrases.outcome(lead)}"
         reason = f"{lead.label} against {lead.baseline_label} {reads}"
+    # The larger its batch, the more work a rank has beside the exchange: that tells of one direction alone.
+    if (answer == SINGLE and nearest < batch) or (answer == MULTI and nearest > batch):
+        answer, reason = MEASURE, f"{reason}, and the batch decides what several gain"
     source = "measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}"
     common |= {"ratio": lead.ratio.value, "low": lead.ratio.low, "high": lead.ratio.high, "sets": lead.sets}
     return Strategy(answer=answer, reason=reason, source=source, measured_batch=nearest, **common)
