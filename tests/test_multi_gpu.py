@@ -39,6 +39,7 @@ def test_an_efficiency_is_called_by_its_whole_interval_and_by_the_bands_that_wer
     records, own = strong({8: 6.45}), bands("splendid=80%,rest=0")
     assert "by S000's bands." in rated(records, bands=S000)
     assert "), splendid" in rated(records, bands=own)
+    assert "), too few sets, by" in rated(strong({8: 6.45}, count=3))
     assert "Efficiency, by your own bands" in answer(replace(study(records), bands=own)).table()[0]
     for ratio, noise, words in ((2.01, 0.02, "perfect"), (2.5, 0.005, "above 100 %")):
         assert words in rated(strong({2: ratio}, set_noise=noise))

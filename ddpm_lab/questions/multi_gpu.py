@@ -158,9 +158,9 @@ def efficiency(row: Comparison) -> str:
 
 
 def band(row: Comparison, bands: Bands) -> str:
-    """The name of an efficiency; without an interval, or where all of it lies above 100 %, why it has none."""
-    if not row.efficiency.exists:
-        return "no interval"
+    """The name of an efficiency; of too few sets, or where all of it lies above 100 %, why it has none."""
+    if row.sets < stats.LEAST_SETS:
+        return stats.TOO_FEW
     return BEYOND if row.efficiency.low > 1 else bands.name(row.efficiency.value)
 
 
