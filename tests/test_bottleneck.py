@@ -303,6 +303,19 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         assert (found["Status"], found["Now"].startswith(now)) == (status, True), (name, found)
 
 
+def test_what_is_recommended_is_known_to_cost_nothing() -> None:
+    """However much faster another change is."""
+    larger = {"batch 64": (replace(CONFIG, global_batch_size=64), 1.5)}
+    kept = {"freed memory kept": (replace(CONFIG, freed_memory="kept"), 1.1)}
+    for planted, first in (
+        (larger, "First to be judged: batch 64 ("),
+        (larger | kept, "First recommendation: freed mem"),
+    ):
+        shown = study(profiled(CONFIG, BUSY), *told(CONFIG, planted))
+        assert question.advice(shown)[0].title == "batch 64"
+        assert [line for line in question.summary(shown) if line.startswith(first)]
+
+
 def test_the_report_has_all_that_is_asked_for() -> None:
     text = markdown(measured(BUSY, bf16=1.4, compiled=0.8), [("drawn", "a.png")])
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))

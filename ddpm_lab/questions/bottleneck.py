@@ -345,8 +345,10 @@ def summary(study: Study) -> list[str]:
     took = f"A step of {phrases.plural(batch, 'image')} takes {phrases.seconds(seconds)}"
     took += f" ({phrases.significant(batch / seconds)} images/s, {on})."
     lines = [verdict(about), took, "Nothing that was measured would make it faster."]
-    if first := next(iter(advice(study)), None):
-        kind = "First recommendation" if first.status == FASTER else "First to be measured"
+    found = advice(study)
+    if first := next((a for a in found if a.usable), next(iter(found), None)):
+        kind = "to be judged" if first.status == FASTER else "to be measured"
+        kind = "First recommendation" if first.usable else f"First {kind}"
         judged = f", {first.verdict}" + f", quality {first.quality}" * (first.status == FASTER)
         lines[-1] = f"{kind}: {first.title} ({first.recommended}), speed {first.expected}{judged}."
     statuses = [row["Status"] for row in targets(study, about) if row["Status"] != NO_TARGET]
