@@ -146,6 +146,7 @@ def test_what_a_change_builds_on_must_be_faster_itself() -> None:
     ):
         rows = question.measured(study(records))
         assert (label in [c.label for c in question.faster(rows, [quality.NOT_MEASURED])]) is able
+    assert " on 2 ranks; quality" in answer(study(hooked)).finding.headline
     told = answer(study(here[0.8], slow, compiled)).finding.headline
     assert "builds on what is not known to be faster" in told
 

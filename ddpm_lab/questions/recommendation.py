@@ -233,7 +233,9 @@ def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     def where(c: Comparison, text: str = "") -> str:
         batch, held = f" at batch {c.batch}", c.config.precision
         narrow = held == c.baseline.precision != "fp32" and f"{held} training" not in text
-        return _for(c.baseline) + f" in {held}" * narrow + batch * (several and batch not in text)
+        unit = "GPU" if c.config.device == "cuda" else "rank"
+        ranks = f" on {phrases.plural(c.ranks, unit)}" * (c.ranks == c.baseline.world_size > 1)
+        return _for(c.baseline) + f" in {held}" * narrow + ranks + batch * (several and batch not in text)
 
     if not rows:
         return _nothing(study)
