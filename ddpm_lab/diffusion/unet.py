@@ -7,14 +7,13 @@ al. 2020 (appendix B), without its dropout, so that a step draws no random numbe
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_lab.diffusion.blocks import (
     CosineAttention,
@@ -180,14 +179,3 @@ def build_network(name: str, *, fused: bool = False, attention_axis: str = "chan
 
 def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def count_flops(make: Callable[[], nn.Module], *, image_size: int = 32) -> int:
-    """FLOP per image, forward and backward, of the network that ``make`` makes: twice the multiply-adds."""
-    with torch.device("meta"):
-        network = make()
-        images, t = torch.empty(1, 3, image_size, image_size), torch.zeros(1, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        output = network(images, t)
-        getattr(output, "sample", output).sum().backward()
-    return int(counter.get_total_flops())

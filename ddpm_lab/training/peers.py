@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ddpm_lab.config import SEED_FAMILY, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import Feed, Step, autocast, placed
-from ddpm_lab.diffusion.unet import NETWORKS, count_flops
+from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.training.training import held_out_loss
 from ddpm_lab.workload import RankContext, Unsupported
@@ -32,13 +32,12 @@ _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 class Theirs(NamedTuple):
     """What is a project's own in a step.
 
-    ``unet`` makes the network of ``model`` once more, for counting; ``loss(model, images)`` takes images in [-1, 1];
-    ``average`` moves the average of the weights after every step; ``judged`` makes two networks in fp32, of that
-    average and of the trained weights; ``seen`` reads back settings of the project's own.
+    ``loss(model, images)`` takes images in [-1, 1]; ``average`` moves the average of the weights after every step;
+    ``judged`` makes two networks in fp32, of that average and of the trained weights; ``seen`` reads back settings of
+    the project's own.
     """
 
     model: nn.Module
-    unet: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     average: Callable[[], object]
     judged: Callable[[], Sequence[Callable[[Tensor, Tensor], Tensor]]]
@@ -76,7 +75,7 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> "Pee
         return networks
 
     loss: Any = lambda model, images: model(images)  # noqa: E731
-    return Peer(config, context, Theirs(diffusion, unet, loss, average.update, judged, seen))
+    return Peer(config, context, Theirs(diffusion, loss, average.update, judged, seen))
 
 
 def diffusers(config: RunConfig, context: RankContext) -> "Peer":
@@ -124,7 +123,7 @@ def diffusers(config: RunConfig, context: RankContext) -> "Peer":
         return [partial(predict, model) for model in (averaged, trained)]
 
     ema = {True: "foreach", False: "loop"}
-    return Peer(config, context, Theirs(network, unet, loss, update, judged, lambda: {"ema": ema[average.foreach]}))
+    return Peer(config, context, Theirs(network, loss, update, judged, lambda: {"ema": ema[average.foreach]}))
 
 
 def _modules(name: str, config: RunConfig, networks: tuple[str, ...], *modules: str) -> list[Any]:
@@ -177,6 +176,5 @@ class Peer(Step):
         return {**best[0], "weights": best[1]}
 
     def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run, and the size of the network."""
-        flop = count_flops(self.theirs.unet, image_size=self.config.image_size)
-        return {**super().witness(), "flop_per_image": flop, **self.theirs.seen()}
+        """What runs, read back from the objects that run."""
+        return {**super().witness(), **self.theirs.seen()}
