@@ -29,7 +29,7 @@ Finite = Annotated[float, Opt(least=-1e15, below=1e15)]
 Cohort = tuple[str, str, str, str]
 TWIN = "twin"
 ROLES = (
-    *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
+    *("baseline", TWIN, "candidate", "cold", "profile", "quality", "search", "largest", "check", "wrong"),
     *("note", "space", "look"),
 )
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
@@ -167,11 +167,9 @@ Phases = dict[str, Amount]
 _RANK = Entries(
     **dict.fromkeys(("rank", "threads", "parameters"), Count),
     **dict.fromkeys(("compiled_frames", "graphs", "graph_breaks", "recompiles"), Count),
-    **dict.fromkeys(("flop", "bytes"), Amount),
-    **dict.fromkeys(("flop_per_image", "device_total_bytes"), Amount | None),
+    device_total_bytes=Amount | None,
     device=str,
     host=str | None,
-    work={str: Entries({"elements": Amount}, flop=Amount)},
     threads_wait=dict[str, Any],
     first_losses=tuple[float, ...],
     offers=tuple[str, ...],
@@ -201,8 +199,6 @@ _WAYS = Entries(
     runs=Entries({"seconds": Seconds}),
     profiled=Entries({**_TIMED, "inclusive_seconds": Amount, "exclusive_seconds": Positive}),
     counted=Entries({"parameters": Count}),
-    hidden_devices=dict[str, Any],
-    labelled_two=tuple[str, ...],
     **dict.fromkeys(("bars", "loss_read", "unsynchronised"), Entries(_TIMED)),
     **dict.fromkeys(("phases", "one_thread", "phases_waited_for"), _PHASED),
 )
@@ -226,11 +222,10 @@ _GRADIENTS = Entries(
     hook=Annotated[str, Opt(choices=HOOKS)],
 )
 
-# Entries of witness, quality and look. The images that a trial generated are in one row, as a PNG in base64.
+# Entries of witness, quality and look.
 PARTS = Entries(
     ranks=[_RANK],
     gradients=(_GRADIENTS, None),
-    samples=(Entries({"png": str, "images": Count, "sampler": str, "steps": Count}), None),
     fid=(Entries({"images": Count, "steps": Count, "inception_sha256": str}, fid=Amount, reason=str), None),
     steps=Count,
     losses=Annotated[tuple[float, ...], Opt(least=-1e15, below=1e15)],
@@ -256,13 +251,13 @@ SPACE = Entries(  # as plan.Space writes it
 class RunRecord:
     """The result of one configuration in one set.
 
-    Roles: baseline, twin (the baseline again), candidate; cold (a cold compile), profile; choice (a network chosen for
-    this machine); search and largest (a size tried for the largest batch, and the result, with its limit as the label);
-    quality (a trial), check (of a gradient), wrong (a wrong way to measure, with its numbers in the profile); note (a
-    configuration that was left out); space (the search space, whose family names the sets that measured the winner
-    again); look (an answer was shown, based on ``sets`` of this baseline and on ``log_ratios`` by run id, the twin's
-    under TWIN). ``primary`` marks the candidate of the question's primary comparison. ``stages`` are the seconds of
-    start, build, compile (the first step), warmup, steady and teardown, or of a trial's training.
+    Roles: baseline, twin (the baseline again), candidate; cold (a cold compile), profile; search and largest (a size
+    tried for the largest batch, and the result, with its limit as the label); quality (a trial), check (of a
+    gradient), wrong (a wrong way to measure, with its numbers in the profile); note (a configuration that was left
+    out); space (the search space, whose family names the sets that measured the winner again); look (an answer was
+    shown, based on ``sets`` of this baseline and on ``log_ratios`` by run id, the twin's under TWIN). ``primary``
+    marks the candidate of the question's primary comparison. ``stages`` are the seconds of start, build, compile (the
+    first step), warmup, steady and teardown, or of a trial's training.
     """
 
     set_id: str

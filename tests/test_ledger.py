@@ -94,8 +94,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "look.log_ratios.x[0] is 1000000000.0": {"look": {"sets": [], "log_ratios": {"x": [1e9]}}},
     "look.sets is missing": {"role": "look", "look": {"log_ratios": {}}},
     "profile.wrong_ways.runs.seconds[0] is 0": {"profile": {"wrong_ways": {"runs": {"seconds": [0]}}}},
-    "witness.ranks[0].flop is 'x'": {"witness": {"ranks": [{"flop": "x"}]}},
-    "witness.ranks[0].work.conv.elements is missing": {"witness": {"ranks": [{"work": {"conv": {}}}]}},
     "label is longer than 200,000": {"label": "x" * 200_001},
     "space has more than 20,000": {
         "space": {"settings": {str(i): [["a", "b", {}]] * 4 for i in range(8)}, "guess": [], "left_out": []}

@@ -138,7 +138,7 @@ def work(config: RunConfig) -> str:
 
 def context(study: Study, *, batch: bool = True) -> str:
     """Return the subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
-    aside = ("note", "choice", "search", "largest", "check", "wrong")
+    aside = ("note", "search", "largest", "check", "wrong")
     shown = [r for r in study.records if r.role not in aside] or study.records
     if not shown:
         return "the ledger holds no record for this question"

@@ -224,8 +224,8 @@ def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
     values["config"] = _config(values["config"])
     values["baseline_id"] = ids.get(record.baseline_id, record.baseline_id)
     values["data_name"] = "".join(re.findall(r"^(?:[\d,]+ )?(?:synthetic )?images\b", record.data_name))
-    # What the lab left out or chose it says in words of its own; what failed may quote anything.
-    chosen = record.status == "left out" or (record.role in ("choice", "largest") and record.label != "failure")
+    # What the lab left out or found the largest it says in its own words; what failed may quote anything.
+    chosen = record.status == "left out" or (record.role == "largest" and record.label != "failure")
     if record.reason and not chosen:
         values["reason"] = found.group() if (found := CAUSE.match(record.reason)) else None
     if "ranks" in values["witness"]:
