@@ -27,7 +27,6 @@ def test_one_set_has_a_ratio_and_no_interval_and_equal_ones_no_doubt() -> None:
     assert (one.value, one.half_width) == pytest.approx((1.5, math.inf))
     assert np.isnan([one.low, one.p, stats.estimate([]).value]).all()
     assert (stats.estimate([0.5] * 6).p, stats.estimate([0.0] * 6).p) == (0.0, 1.0)
-    assert stats.geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
 
 
 def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> None:

@@ -329,7 +329,7 @@ def _compare(
         logs=tuple(logs),
         resolution=resolution,
         set_seconds=sum(sum(r.stages.values()) for r in members) / len(speed) if speed else math.nan,
-        images_per_second=stats.geometric_mean(rates),
+        images_per_second=statistics.geometric_mean(rates) if rates else math.nan,
         peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
         peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
     )

@@ -188,12 +188,6 @@ def _inverse_trigamma(x: float) -> float:
     return y
 
 
-def geometric_mean(ratios: npt.ArrayLike) -> float:
-    """exp(mean(ln r)): the mean of ratios that inverts when baseline and configuration change places."""
-    values = np.asarray(ratios, dtype=float)
-    return float(np.exp(np.log(values).mean())) if values.size else math.nan
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's (1979) adjusted p-values: of k sorted ones, the i-th (from 1) is max over j <= i of (k - j + 1) p_j.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import geometric_mean
 from textwrap import fill
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import charts, findings, machine_state, pages, phrases, stats
+from ddpm_lab.explain import charts, findings, machine_state, pages, phrases
 from ddpm_lab.explain.answer import COLOURS, MEANING
 from ddpm_lab.explain.bands import Bands
 from ddpm_lab.explain.charts import Panel, Row
@@ -97,7 +98,7 @@ def means(found: Iterable[Comparison]) -> dict[str, float]:
     for r in found:
         if r.scaling == "strong" and compared(r):
             ratios.setdefault(multi_gpu.layout(r.config), []).append(r.ratio.value)
-    return {on: stats.geometric_mean(mine) for on, mine in ratios.items()}
+    return {on: geometric_mean(mine) for on, mine in ratios.items()}
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
