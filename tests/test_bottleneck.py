@@ -21,16 +21,7 @@ from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions import planning
 from ddpm_lab.questions import recommendation as ranked
-from ddpm_lab.questions.bottleneck import (
-    MET,
-    MISSED,
-    NO_TARGET,
-    UNKNOWN,
-    bottleneck,
-    changes,
-    fitting,
-    markdown,
-)
+from ddpm_lab.questions.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN, bottleneck, changes, fitting, markdown
 from ddpm_lab.questions.recommendation import Change
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import own_data

@@ -99,11 +99,7 @@ CRASH, RUNS = "crashed: rank 0", "ran as 1 rank"
 WORKLOADS = {
     **{"raises": "ValueError: planted (mine.py, line ", "segfaults": "was killed by SIGSEGV", "runs_out": "oom"},
     **{"leaves_0": "ended with exit code 0", "leaves_3": "ended with exit code 3", "exits": "SystemExit: planted"},
-    **{
-        "stops": "no sign of life for",
-        "is_nan": "no longer finite",
-        "ends": "the loop of mine:ends ended after 20",
-    },
+    **{"stops": "no sign of life for", "is_nan": "no longer finite", "ends": "the loop of mine:ends ended after 20"},
     **{"nothing": "mine:nothing ended after 0 steps", "closes": CRASH},
     **{"hangs": "for 60 s (more --minutes wait longer)", "in_build": "while building", "allocates": "oom"},
     **{

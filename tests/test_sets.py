@@ -23,15 +23,7 @@ from scipy import special
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import sets, shortfall
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.sets import (
-    CACHE_DAYS,
-    Instrument,
-    Member,
-    Slot,
-    balanced_orders,
-    measure_set,
-    steps_of_windows,
-)
+from ddpm_lab.measure.sets import CACHE_DAYS, Instrument, Member, Slot, balanced_orders, measure_set, steps_of_windows
 from ddpm_lab.measure.shortfall import best_turns, sets_that_resolve
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord

@@ -232,10 +232,6 @@ COMMANDS = {
             "output-dir": "folder of the results; the same one goes on (default: a new one here)",
         },
     ),
-    "summary": Command(
-        summary,
-        "summary runs/first runs/second --only seed",
-        "sources only machine csv json",
-    ),
+    "summary": Command(summary, "summary runs/first runs/second --only seed", "sources only machine csv json"),
     "collect": Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
 }

@@ -176,12 +176,7 @@ def prepare(source: str | Path, dest: str | Path, *, progress: Progress | None =
 
 
 def resolve(
-    source: str | Path,
-    cache: str | Path,
-    *,
-    results: Path | None = None,
-    progress: Progress | None = None,
-    **how: Any,
+    source: str | Path, cache: str | Path, *, results: Path | None = None, progress: Progress | None = None, **how: Any
 ) -> Path:
     """Return the prepared folder for ``source``, which may be one itself; otherwise prepare it inside ``cache``.
 

@@ -42,15 +42,11 @@ class Bands:
 
 
 S000 = Bands(
-    whose="S000",
-    table=(("perfect", 1.0), ("good", 0.75), ("acceptable", 0.50), ("poor", 0.0)),
-    threshold=0.75,
+    whose="S000", table=(("perfect", 1.0), ("good", 0.75), ("acceptable", 0.50), ("poor", 0.0)), threshold=0.75
 )
 """Its good ends at 87 %; what lies between that and perfect has no name there and counts as good."""
 S001 = Bands(
-    whose="S001",
-    table=(("perfect", 1.0), ("excellent", 0.90), ("good", 0.75), ("overhead", 0.0)),
-    threshold=0.75,
+    whose="S001", table=(("perfect", 1.0), ("excellent", 0.90), ("good", 0.75), ("overhead", 0.0)), threshold=0.75
 )
 NAMED = {"s000": S000, "s001": S001}
 DEFAULT = "s001"

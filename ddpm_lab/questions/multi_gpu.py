@@ -277,10 +277,7 @@ PARAMETERS = {
     **{"seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227},
 }
 """Trained parameters of each network, which do not depend on the size of its images."""
-_VARIES = {
-    *("network", "device", "threads", "world_size", "nodes"),
-    *("global_batch_size", "data_sha256", "seed"),
-}
+_VARIES = {*("network", "device", "threads", "world_size", "nodes"), *("global_batch_size", "data_sha256", "seed")}
 _PRIOR = (
     (1_000_000, math.inf, SINGLE, "the model is too small, below 1,000,000 parameters"),
     (5_000_000, 128, SINGLE, "below 5,000,000 parameters with a batch below 128"),
