@@ -1,10 +1,12 @@
 """Image folders: which files belong to a data set, in which order, and how files become pixels."""
 
+import contextlib
 import errno
 import hashlib
 import math
 import os
 import re
+import struct
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -110,7 +112,9 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
             if "progressive" in image.info and Path(path).read_bytes().count(b"\xff\xda") > MAX_SCANS:
                 raise ValueError(f"it is drawn in more than {MAX_SCANS} scans")
             if "exif" in image.info:
-                image = ImageOps.exif_transpose(image)
+                image.load()
+                with contextlib.suppress(TypeError, ValueError, struct.error):  # once it is turned
+                    ImageOps.exif_transpose(image, in_place=True)
             if image.mode != "RGB" or "transparency" in image.info:
                 image = _to_rgb(image)
             if image.size != (image_size, image_size):
