@@ -202,7 +202,7 @@ def test_a_script_is_timed_where_its_weights_lie(places: list[str], devices: lis
     cuda.memory_allocated = cuda.memory_reserved = lambda device: 10**device
     turns = hook.Turns(SimpleNamespace(cuda=cuda))
     weights = [SimpleNamespace(device=torch.device(place)) for place in places]
-    turns.taken = SimpleNamespace(param_groups=[{"params": weights}])
+    turns.taken = lambda: SimpleNamespace(param_groups=[{"params": weights}])
     turns._find_devices()
     turns._begin()
     assert (waited, recorded) == (devices, devices[:1])
@@ -216,6 +216,16 @@ def test_of_several_optimizers_the_named_one_is_counted(start: Start, tmp_path: 
     window(group, 0, 4)
     seen = group.witness()[0]
     assert (seen["optimizer"], seen["several_optimizers"]) == ("SGD", True)
+    assert list(steps_made(tmp_path).values()) == [3]
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_gone_is_replaced(start: Start, tmp_path: Path) -> None:
+    """As where each stage of a training makes its own."""
+    again = "if i == 1: optimizer = torch.optim.SGD(net.parameters(), 0.1)"
+    group = start(after=again)
+    window(group, 0, 3)
+    assert group.witness()[0]["optimizer"] == "SGD"
     assert list(steps_made(tmp_path).values()) == [3]
 
 
@@ -354,7 +364,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "while measuring; it printed last: ",
     ),
     "is killed": ({"after": "if i == 4: os.kill(os.getpid(), 9)"}, "crashed", "killed by SIGKILL"),
-    "hangs": ({"after": "if i == 4: time.sleep(1000)"}, "timed out", "made no step of a torch optimizer for 3 s"),
+    "hangs": ({"after": "if i == 4: time.sleep(1000)"}, "timed out", "made no step of the first optimizer for 3 s"),
 }
 
 

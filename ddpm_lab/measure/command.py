@@ -240,7 +240,8 @@ class CommandGroup(Group):
 
     def _silent(self, behind: dict[int, Life], limit: float) -> NoReturn:
         del behind  # they wait for each other
-        silent = f"made no step of {self._optimizer} for {limit:.0f} s while {self._stage}"
+        which = self.config.option("optimizer", "") or "the first optimizer"
+        silent = f"made no step of {which} for {limit:.0f} s while {self._stage}"
         raise GroupFailed("timed out", f"{silent}{self._last()}")
 
     def _fail(self) -> NoReturn:

@@ -2,8 +2,8 @@
 
 ``command.py`` copies this file, as sitecustomize.py, into a folder that comes first on the script's Python path: every
 Python process of the command runs it before anything else. It needs the standard library, Python 3.9 and torch 2.1.
-After each step of the first optimizer that steps, torch calls ``Turns.after``. There the process sleeps until it is
-told to make some steps, makes them as it would anyway, and says how long they took.
+After each step of one optimizer, the first that steps and lives, torch calls ``Turns.after``. There the process sleeps
+until it is told to make some steps, makes them as it would anyway, and says how long they took.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Turns:
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.taken: Any = None  # the optimizer whose steps are counted
+        self.taken: Any = lambda: None  # a weak reference to the optimizer whose steps are counted
         self.calls = self.steps = self.skipped = 0
         self.settle = self.left = 0
         self.marks: list[Any] = []
@@ -50,9 +51,9 @@ class Turns:
     def after(self, optimizer: Any, *_: Any) -> None:
         """Called by torch after each step of any optimizer."""
         self.calls += 1
-        if self.taken is None and OPTIMIZER in ("", type(optimizer).__name__):
-            self.taken = optimizer
-        if optimizer is not self.taken or _within_its_own_step(optimizer):
+        if self.taken() is None and OPTIMIZER in ("", type(optimizer).__name__):
+            self.taken = weakref.ref(optimizer)  # one that is gone is replaced, as at each stage of a training
+        if optimizer is not self.taken() or _within_its_own_step(optimizer):
             return
         self.steps += 1
         if self.pid != os.getpid():  # a copy of this process, too, is one that makes steps
@@ -90,7 +91,7 @@ class Turns:
             self.devices = sorted(found) or [cuda.current_device()]
 
     def _weights(self) -> list[Any]:
-        return [p for group in self.taken.param_groups for p in group["params"]]
+        return [p for group in self.taken().param_groups for p in group["params"]]
 
     def _greet(self) -> None:
         Turns.stepping = True
@@ -167,7 +168,7 @@ class Turns:
             "gradients": sorted({str(p.grad.dtype)[6:] for p in weights if p.grad is not None}),
             "autocast": sorted(self.autocast),
             "compiled": bool(counters and (counters["frames"]["ok"] or counters["stats"]["unique_graphs"])),
-            "optimizer": type(self.taken).__name__,
+            "optimizer": type(self.taken()).__name__,
             "several_optimizers": self.calls > self.steps,
             "world_size": self._place()["world_size"],
             "threads": torch.get_num_threads(),
