@@ -71,6 +71,7 @@ def test_what_is_a_command_and_which_files_are_part_of_it(tmp_path: Path) -> Non
     ):
         assert not sets_threads(command, tmp_path)
     ways = "accelerate  launch|bash -c 'torchrun|$(which torchrun)|python -m accelerate.commands.launch|/bin/torchrun"
+    ways += "|taskset -c 0 python|numactl -C 0-7 python"
     assert all(sets_threads(f"{way} train.py", tmp_path) for way in ways.split("|"))
 
 

@@ -47,11 +47,11 @@ from ddpm_lab.measure.process import (
 
 HOOK = Path(__file__).with_name("hook.py")
 LAUNCHERS = re.compile(
-    r"^(?:[^#\n]|(?<!\s)#)*?(?<![\w.-])(?:torchrun|accelerate[-\s]+launch|deepspeed|mpirun|srun)(?![\w./-])"
+    r"^(?:[^#\n]|(?<!\s)#)*?(?<![\w.-])(?:torchrun|accelerate[-\s]+launch|deepspeed|mpirun|srun|taskset|numactl)(?![\w./-])"
     r"|^[^#\n]*(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher)",
     re.MULTILINE,
 )
-"""What starts several ranks, and says by itself how many threads each has."""
+"""What starts several ranks, and says by itself how many threads each has; or says on which cores one is."""
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """Have the C library keep what a step frees: a small step's time then scatters a sixth as much between processes."""
 LAST_LINES, LAST_CHARACTERS = 3, 400
@@ -114,7 +114,7 @@ def texts_of(command: str, folder: Path) -> list[str]:
 
 
 def sets_threads(command: str, folder: Path) -> bool:
-    """Whether a launcher of several ranks is in a command, or in a shell script that it names."""
+    """Whether a launcher of ranks, or a choice of cores, is in a command, or in a shell script that it names."""
     return any(map(LAUNCHERS.search, texts_of(command, folder)))
 
 
