@@ -349,7 +349,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "names another": (
         {"optimizer": "SGD", "limits": Limits(build_seconds=20)},  # importing torch takes six on a busy machine
         "timed out",
-        "no step of SGD in",
+        "SGD has to be the class of an optimizer that steps",
     ),
     "daemonises": ({"before": "if os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)"}, "crashed", "exit code 0"),
     "ends": ({"after": "if i == 4: sys.exit()"}, "crashed", "give it more steps"),

@@ -1,6 +1,7 @@
 """Two command lines compared: what is a command, what differs, and a planted difference found from end to end."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from git_repository import commit, repository, write
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.command import files_named, sets_threads
+from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import scripts
 
@@ -83,6 +85,23 @@ def test_what_cannot_be_measured_is_refused_before_a_script_runs(
         code, _, err = call("compare", "python a.py", "python b.py", option, "0", "--output-dir", str(tmp_path))
         assert (code, err.count("\n")) == (2, 1), err
         assert f"{option[2:]} is 0" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [("A=1 python train.py", "; python is /bin/python here; all"), ("cd x && python train.py", "named 'x'; all")],
+)
+def test_the_python_that_lacks_a_module_is_named(
+    command: str, named: str, instrument: Instrument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise GroupFailed("crashed", "No module named 'x'")
+
+    monkeypatch.setattr(scripts, "CommandGroup", fail)
+    monkeypatch.setattr(shutil, "which", {"python": "/bin/python"}.get)
+    config = scripts.configuration(command, "A", device="cpu")
+    with pytest.raises(ConfigError, match=f"^A .* cannot be measured: .*{named}"):
+        scripts.look(config, instrument, "A")
 
 
 def test_differences_are_listed_and_other_work_is_told() -> None:

@@ -170,6 +170,8 @@ class CommandGroup(Group):
                 self._fail()
             if awake > limit:
                 more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
+                if self.config.option("optimizer", ""):
+                    more += f"; {self._optimizer} has to be the class of an optimizer that steps"
                 how = f"no step of {self._optimizer} in {self.limits.describe(limit)}: {more}{self._last()}"
                 raise GroupFailed("timed out", how)
         self._ranks = [found[rank] for rank in sorted(found)]

@@ -115,8 +115,9 @@ def look(
         finally:
             group.kill()
     except GroupFailed as failed:
-        first = command.split()[0]
-        which = f"; {first} is {shutil.which(first)} here" if "No module named" in failed.reason else ""
+        first = next((word for word in command.split() if "=" not in word), "")  # after variables
+        found = shutil.which(first) if "No module named" in failed.reason else None
+        which = f"; {first} is {found} here" if found else ""
         message = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
         raise ConfigError(message) from failed
     mine = [file for file in group.files if not is_library(file)]
