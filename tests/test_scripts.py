@@ -12,6 +12,7 @@ from git_repository import commit, repository, write
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.command import files_named, sets_threads
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.sets import Instrument
@@ -89,19 +90,19 @@ def test_what_cannot_be_measured_is_refused_before_a_script_runs(
 
 @pytest.mark.parametrize(
     ("command", "named"),
-    [("A=1 python train.py", "; python is /bin/python here; all"), ("cd x && python train.py", "named 'x'; all")],
+    [("A=1 python train.py", "; python is /bin/python here; c1 has"), ("cd x && python train.py", "directory; c1 has")],
 )
-def test_the_python_that_lacks_a_module_is_named(
+def test_the_python_that_lacks_a_module_and_the_files_that_a_revision_lacks_are_named(
     command: str, named: str, instrument: Instrument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise GroupFailed("crashed", "No module named 'x'")
+        raise GroupFailed("crashed", "No module named 'x': No such file or directory")
 
     monkeypatch.setattr(scripts, "CommandGroup", fail)
     monkeypatch.setattr(shutil, "which", {"python": "/bin/python"}.get)
     config = scripts.configuration(command, "A", device="cpu")
     with pytest.raises(ConfigError, match=f"^A .* cannot be measured: .*{named}"):
-        scripts.look(config, instrument, "A")
+        scripts.look(config, instrument, "A", Tree(revision="c1", folders=(".",), apart="/"))
 
 
 def test_differences_are_listed_and_other_work_is_told() -> None:

@@ -118,6 +118,8 @@ def look(
         first = next((word for word in command.split() if "=" not in word), "")  # after variables
         found = shutil.which(first) if "No module named" in failed.reason else None
         which = f"; {first} is {found} here" if found else ""
+        if tree and "No such file" in failed.reason:  # such as data that git ignores
+            which += f"; {tree.revision} has what git holds alone: give other files by absolute paths"
         message = f"{place} ({command}) cannot be measured: {failed.reason}{which}; all it printed: {log}"
         raise ConfigError(message) from failed
     mine = [file for file in group.files if not is_library(file)]
