@@ -331,6 +331,11 @@ UNDECIDED = "Compiled is faster; quality not measured: no command decides it yet
 FEW = page("recommendation", "Too few sets", status="too few sets", way_out="make report")
 IDLE = page("workers", "2 workers are faster", quality="quality identical (after 20 steps)")
 
+BUSY = [
+    replace(page(name, "Busy", status="too few sets", way_out=f"run {name}"), title=f"{name}?")
+    for name in ("amp", "workers")
+]
+
 
 @pytest.mark.parametrize(
     ("pages", "found"),
@@ -345,6 +350,7 @@ IDLE = page("workers", "2 workers are faster", quality="quality identical (after
         ([replace(UNJUDGED, finding={**UNJUDGED.finding, "way_out": ""})], [("Open", [UNDECIDED])]),
         ([UNJUDGED, TOLD], [("Open", ["Compiled is faster; quality not measured: it"])]),
         ([OPEN], [("Open", ["No clear answer: ddpm-lab run amp"])]),
+        ([FEW, *BUSY], [("Open", ["Too few sets: make report", "amp? Busy: run amp", "workers? Busy: run workers"])]),
         ([page("exchange", "Every candidate failed", status="failed")], [("Open", ["Every candidate failed"])]),
         ([FEW], [("Open", ["Too few sets: make report"])]),
         ([replace(SLOWER, state=state) for state in ("failed", "stopped", "not run")], []),

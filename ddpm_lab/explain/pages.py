@@ -1,6 +1,7 @@
 """Executed notebooks as HTML pages, and the index over them: one file each, no script, no request."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -95,7 +96,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     mine = [p for p in pages if p.state == DONE and p.finding and not (p.elsewhere or p.earlier)]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
-    ways: dict[str, list[str]] = {}
+    shared, ways = Counter(p.headline for p in others), dict[str, list[str]]()
     for page in (*last, *others):
         judged = str(page.finding.get("quality", ""))
         unjudged = page.finding.get("verdict") == FASTER and judged.startswith(_UNJUDGED)
@@ -103,6 +104,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
         if page.kind != ANSWERED or (unjudged and not told_before):
             way = page.finding.get("way_out") or "no command decides it yet" * unjudged
             text = f"{page.headline}; {judged}" if page.kind == ANSWERED else page.headline
+            text = f"{page.title} {text}" if shared[page.headline] > 1 else text  # which alone names no question
             ways.setdefault(text, []).extend([way] * bool(way))
     faster = [p.finding for p in others if p.kind == ANSWERED and p.finding.get("verdict") == FASTER]
     told = [(f.get("experiment"), f"{f.get('headline')}; {q}", q) for f in faster if (q := str(f.get("quality", "")))]
