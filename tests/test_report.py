@@ -375,6 +375,12 @@ def test_a_printed_table_is_not_cut_off() -> None:
     assert ".scroll { overflow-x: visible !important; }" in printed
 
 
+def test_a_figure_scrolls_where_its_words_would_be_too_small() -> None:
+    narrow = (pages.TEMPLATES / "style.css").read_text().partition("(max-width: 40rem)")[2].partition("@media")[0]
+    assert ".figure { overflow-x: auto; }" in narrow
+    assert ".figure img { width: 42rem; max-width: none; }" in narrow
+
+
 @pytest.mark.parametrize(
     ("values", "status"),
     [
