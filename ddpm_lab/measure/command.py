@@ -169,7 +169,10 @@ class CommandGroup(Group):
             if not ready and self._process and self._process.poll() is not None:
                 self._fail()
             if awake > limit:
-                more = "it has to be Python, started without -I, -E or -S, that imports torch, and keeps PYTHONPATH"
+                more = (
+                    "it has to be Python, started without -I, -E or -S, that imports torch (where it compiles, 2.3 or "
+                    "newer), and keeps PYTHONPATH"
+                )
                 if self.config.option("optimizer", ""):
                     more += f"; {self._optimizer} has to be the class of an optimizer that steps"
                 how = f"no step of {self._optimizer} in {self.limits.describe(limit)}: {more}{self._last()}"

@@ -1,7 +1,8 @@
 """All of the lab that is in the process of somebody else's script while the script is measured.
 
 ``command.py`` copies this file, as sitecustomize.py, into a folder that comes first on the script's Python path: every
-Python process of the command runs it before anything else. It needs the standard library, Python 3.9 and torch 2.1.
+Python process of the command runs it before anything else. It needs the standard library, Python 3.9 and torch 2.1,
+or 2.3 where the script compiles: before, torch.compile had torch call no hooks.
 After each step of one optimizer, the first that steps and lives, torch calls ``Turns.after``. There the process sleeps
 until it is told to make some steps, makes them as it would anyway, and says how long they took.
 """
