@@ -25,6 +25,7 @@ from conftest import BUSY, alive, busy_config, code_of, wait_for
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import group as group_module
+from ddpm_lab.measure import process
 from ddpm_lab.measure.code_version import PACKAGE
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.others import tree_seconds
@@ -150,6 +151,17 @@ def test_a_failing_rank_is_named_with_its_own_reason(fault: str, place: str) -> 
     assert caught.value.status == status
     assert words in caught.value.reason
     assert fault != "raise" or "lab_workloads.py" in caught.value.detail
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its count tells, for it says so to nobody; what it counted before the rank's last report was another process."""
+    for counts, status, words in (([0, 1], "crashed", "SIGKILL in"), ([0, 0, 1], "oom", "SIGKILL for want of memory")):
+        kills = iter(counts)
+        monkeypatch.setattr(process, "oom_kills", lambda kills=kills, last=counts[-1]: next(kills, last))
+        with pytest.raises(GroupFailed) as caught, group(busy_config(fault="kill")) as g:
+            g.window(settle=0, steps=3, limit=30, stage="testing")
+        assert caught.value.status == status
+        assert f"rank 0 was killed by {words}" in caught.value.reason
 
 
 def test_a_service_that_left_its_session_ends_with_its_group_and_no_other(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ def test_cores_are_cut_by_the_quota_and_what_it_took_is_read_from_every_level(ma
         assert (hardware.usable_cores(), hardware.cgroup_throttled_seconds()) == found, files
 
 
+def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells(machine_files: dict[str, str]) -> None:
+    for text, found in {"oom_kill_other 9\noom_kill 3\nswap_ra 4\n": 3, "nr_free_pages 7\n": 0}.items():
+        machine_files["/proc/vmstat"] = text
+        assert hardware.oom_kills() == found
+
+
 def test_only_visible_gpus_count(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list ends where it is wrong, as for CUDA; the beginning of a UUID has to fit one alone."""
     uuids = {"A": "GPU-aa11", "B": "GPU-ab22", "C": "GPU-cc33"}

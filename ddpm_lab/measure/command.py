@@ -30,6 +30,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.hardware import oom_kills
 from ddpm_lab.measure.hook import opened
 from ddpm_lab.measure.others import folded
 from ddpm_lab.measure.process import (
@@ -40,6 +41,7 @@ from ddpm_lab.measure.process import (
     end_guarded,
     guarded,
     host_id,
+    killed_for_memory,
     tail,
     tells_of_memory,
     temporary,
@@ -134,6 +136,7 @@ class CommandGroup(Group):
         tree: Tree | None = how.get("tree")
         self._optimizer = self.config.option("optimizer", "") or "a torch optimizer"
         self._strangers: list[_Peer] = []  # that have not made a step, or are not to be told to
+        self._oom_kills = oom_kills()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         shutil.copyfile(HOOK, self.folder / "sitecustomize.py")
         self._listener.bind(str(self.folder / "turns"))
@@ -264,7 +267,9 @@ class CommandGroup(Group):
             how = f"was killed by {signal.Signals((code or 0) - SIGNALLED).name}"
         printed = self._printed()
         advice = ": give it more steps or epochs" if steps and not code and "Traceback" not in printed else ""
-        status = "oom" if tells_of_memory(printed) else "crashed"
+        if killed := killed_for_memory(f"{how} {printed}", self._oom_kills):
+            how += " for want of memory"
+        status = "oom" if killed or tells_of_memory(printed) else "crashed"
         raise GroupFailed(status, f"{how} {where}{advice}{self._last()}", printed)
 
     def _logs(self) -> Iterable[Path]:

@@ -124,6 +124,13 @@ def available_bytes() -> int:
     return min(found)
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has ended for want of memory so far, of the machine or of a cgroup; 0 where unknown."""
+    # Counted before the process is killed, so that whoever sees its end sees the count.
+    found = (line.split()[1] for line in _lines(Path("/proc/vmstat")) if line.startswith("oom_kill "))
+    return int(next(found, 0))
+
+
 def _lines(file: Path) -> list[str]:
     """The lines of a file; none where it cannot be read."""
     try:

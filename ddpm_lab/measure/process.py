@@ -43,6 +43,7 @@ from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.declared import parsed
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.measure.guard import END_SECONDS, adopt, end_below
+from ddpm_lab.measure.hardware import oom_kills
 from ddpm_lab.workload import Unsupported
 
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
@@ -240,6 +241,14 @@ OUT_OF_MEMORY = ("out of memory", "memoryerror", "defaultcpuallocator", "alloc_f
 def tells_of_memory(text: str) -> bool:
     """Whether there was too little of it; cuBLAS and cuDNN, which allocate for themselves, speak of their status."""
     return any(word in text.lower() for word in OUT_OF_MEMORY)
+
+
+def killed_for_memory(how: str, kills: int) -> bool:
+    """Whether a process that ended so, or a loader worker of it, was killed when the kernel's count exceeded ``kills``.
+
+    The kernel says nothing to whom it kills, as in a container of little memory.
+    """
+    return any(word in how for word in ("SIGKILL", "signal: Killed")) and oom_kills() > kills
 
 
 def _boot_id() -> str:
@@ -455,7 +464,7 @@ class LocalRank:
         self._pipe, theirs = context.Pipe()
         end, self._lifeline = context.Pipe(duplex=False)
         self.ending: Ending | None = None
-        self._done = False
+        self._done, self._oom_kills = False, oom_kills()
         how: dict[str, Any] = {"args": (job, theirs, end), "name": f"ddpm_lab rank {job.rank}"}
         self._process: Any = context.Process(target=rank_main, **how)
         try:
@@ -494,7 +503,7 @@ class LocalRank:
         except (EOFError, OSError):
             alive = False
         if "report" in said:
-            self.report, self._done = said["report"], True
+            self.report, self._done, self._oom_kills = said["report"], True, oom_kills()
         elif "error" in said:
             self.ending = Ending(*said["error"])
         elif not alive:
@@ -506,6 +515,8 @@ class LocalRank:
                 )
                 how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else how
                 self.ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
+        if self.ending and killed_for_memory(self.ending.message, self._oom_kills):
+            self.ending = self.ending._replace(status="oom", message=f"{self.ending.message} for want of memory")
         return "report" in said
 
     def life(self) -> Life:
