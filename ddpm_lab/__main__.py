@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import traceback
@@ -96,7 +97,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):  # a process could not start
         place = printable(error.filename2 or error.filename or "a file")  # of a copy the second
         return f"cannot use {place}: {error.strerror or error}; check permissions and space, or choose another place"
     if isinstance(error, ModuleNotFoundError):

@@ -147,6 +147,7 @@ OUTSIDE: dict[BaseException, str] = {
     PermissionError(errno.EACCES, "Permission denied", "/a\nb"): "/a\\nb: Permission denied",
     MemoryError(): "out of memory",
     RuntimeError("can't start new thread"): "out of memory or processes",
+    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"): "out of memory or processes",
 }
 
 
