@@ -170,6 +170,20 @@ def test_files_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
         open_loader("files", packed, plan_for(packed), workers=2)
 
 
+def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(
+    packed: PackedImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the queue's own thread meets is printed, and the batch never comes."""
+
+    def full(_: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)  # which the workers inherit
+    loader = open_loader("files", packed, plan_for(packed), workers=1)
+    with closing(loader), pytest.raises(RuntimeError, match="unable to allocate shared memory"):
+        next(loader)
+
+
 ORPHANS = """
 import psutil, sys
 from pathlib import Path

@@ -72,6 +72,7 @@ def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
         MemoryError(),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
         RuntimeError(f"{'NCCL WARN ' * 50}: CUDA error: out of memory"),
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"),
     ):
         assert process._ending_by(error).status == "oom"
     assert process._ending_by(RuntimeError("CUDA error: an illegal memory access was encountered")).status == "crashed"

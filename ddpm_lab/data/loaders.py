@@ -265,6 +265,8 @@ def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: Scale, *, pi
     def collate(samples: list[tuple[int, int, npt.NDArray[np.uint8]]]) -> Batch:
         steps, indices, pixels = zip(*samples, strict=True)
         images = scale(torch.from_numpy(np.stack(pixels)).flatten(1))
+        if workers:  # as the queue would, in a thread that tells nobody where /dev/shm is full
+            images.share_memory_()  # type: ignore[no-untyped-call]
         return Batch(images=images, indices=np.array(indices), step=steps[0])
 
     keys = (

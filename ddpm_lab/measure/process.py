@@ -235,7 +235,10 @@ def own_places(stack: str) -> list[str]:
     return [f"{file.name}, line {line}" for file, line in own]
 
 
-OUT_OF_MEMORY = ("out of memory", "memoryerror", "defaultcpuallocator", "alloc_failed", "cannot allocate memory")
+OUT_OF_MEMORY = (
+    *("out of memory", "memoryerror", "defaultcpuallocator", "alloc_failed", "cannot allocate memory"),
+    "unable to allocate shared memory",  # in /dev/shm, of which Docker gives 64 MB
+)
 
 
 def tells_of_memory(text: str) -> bool:
