@@ -74,7 +74,10 @@ def test_what_others_take_is_unknown_under_a_quota_and_where_the_kernel_shows_no
     assert CpuClock.read().until(CpuClock.read()).others_cores == 0.0
     machine_files |= {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "500000 100000\n"}
     use = CpuClock.read().until(CpuClock.read())
-    assert (use.busy, use.stolen, use.others_cores) == (0.0, 0.0, None)
+    assert (use.busy, use.stolen, use.others_cores) == (0.0, None, None)
+    machine_files["/sys/fs/cgroup/cpu.max"] = "1600000 100000\n"  # as a pod has that owns its cores
+    use = CpuClock.read().until(CpuClock.read())
+    assert (use.stolen, use.others_cores) == (0.0, 0.0), "a quota of all cores leaves none to others"
     machine_files["/proc/stat"] = "cpu16 1\n"
     assert CpuClock.read().busy is None, "one of the first sixteen is switched off"
 

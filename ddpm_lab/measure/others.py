@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.hardware import ask_nvml, cgroup_cores, cgroup_throttled_seconds, gpu_handle, usable_cores
+from ddpm_lab.measure.hardware import ask_nvml, cgroup_throttled_seconds, gpu_handle, usable_cores
 from ddpm_lab.record import CROWDED_CORES
 
 FREE_SECONDS = 3.0  # how long is looked which cores are free, and again twice as long: a burst passes
@@ -36,7 +36,8 @@ _holding: list[socket.socket] = []
 class CpuClock(NamedTuple):
     """CPU seconds used so far, or between two readings: by this process's own, by anybody on its cores, and stolen.
 
-    None is unknown, as in containers that number their own. Nor is it known what others take under a cgroup's limit.
+    None is unknown, as in containers that number their own. Nor is it known what others take where a cgroup's quota
+    leaves fewer cores.
     """
 
     moment: float
@@ -50,8 +51,10 @@ class CpuClock(NamedTuple):
         """Read now. One's own are this process and those that torchrun has started beside it, with all below them."""
         in_job = "TORCHELASTIC_RUN_ID" in os.environ
         own = tree_seconds(p.pid for p in (psutil.Process(os.getppid()).children() if in_job else [psutil.Process()]))
-        busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
-        return cls(time.monotonic(), own, busy, stolen, cgroup_cores() is not None)
+        cores = os.sched_getaffinity(0)
+        busy, stolen = _core_seconds(cores) or (None, None)
+        limited = usable_cores() < len(cores)  # then most of what is stolen from all of them is stolen from others
+        return cls(time.monotonic(), own, busy, None if limited else stolen, limited)
 
     def until(self, later: CpuClock) -> CpuClock:
         """What was used from this reading to a later one; its ``moment`` is how many seconds that took."""
