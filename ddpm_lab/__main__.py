@@ -1,7 +1,5 @@
 """The command line: ``ddpm-lab`` or ``python -m ddpm_lab``."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Refusals: bad input becomes one sentence that names the value, the place and the remedy."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

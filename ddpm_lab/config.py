@@ -3,8 +3,6 @@
 This module does not import torch, so results can be explained on a computer without it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -329,7 +327,7 @@ class RunConfig:
         return found
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Rebuild a configuration from ``as_dict``. Raises ConfigError for an unknown name."""
         known("a configuration", values, cls)
         return cls(**values)
@@ -338,7 +336,7 @@ class RunConfig:
         """Pickle settings by name and without defaults: another process may run a revision with other defaults."""
         return RunConfig.from_dict, (self.chosen,)
 
-    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return the settings that differ, as {name: (own value, other's value)}; ``data`` is ignored."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}

@@ -3,8 +3,6 @@
 Validation, reading of records, and options of the command line with their help are derived from that place.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Where results lie, how files are written (whole or not at all), and settings in TOML files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

@@ -1,7 +1,5 @@
 """The ledger, an append-only JSONL file of records: each line is the result of one configuration in one set."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Names of files, labels in records and the texts of exceptions come from elsewher
 terminal's cursor, or begin a line of their own.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """What is measured, and how much of it: plans, presets, and the families of configurations in an experiment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -197,7 +195,7 @@ class Space:
         return values
 
     @classmethod
-    def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
+    def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> "Space":
         """Rebuild a space from ``as_dict``."""
         return cls(
             baseline=baseline,

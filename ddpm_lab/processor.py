@@ -1,7 +1,5 @@
 """What this machine's processor is called and which instructions it has."""
 
-from __future__ import annotations
-
 import platform
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Raw records of what was measured. All results are computed from them when they are read."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -314,7 +312,7 @@ class RunRecord:
         return {**dataclasses.asdict(self), "config": config, "run_id": self.run_id}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunRecord":
         """Rebuild a record. Raises OtherSchemaError for another schema, and ValueError for invalid values."""
         schema = values.get("schema") if isinstance(values, Mapping) else None
         if type(schema) is not int:

@@ -4,8 +4,6 @@ A workload is named ``module:function``. Each rank calls ``function(config, cont
 alternates ``next(batches)`` and ``step(batch)``. Users provide a ``Training``, which ``training.own`` wraps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

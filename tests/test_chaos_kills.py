@@ -3,8 +3,6 @@
 CHAOS=full takes ten minutes: some 200 kills, with those of ``test_training_run_processes.py``, and 2,000 groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

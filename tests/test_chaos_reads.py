@@ -1,7 +1,5 @@
 """Whatever a file or a command line holds, the lab uses it or refuses it: no traceback, and nothing that takes long."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gzip

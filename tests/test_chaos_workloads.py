@@ -1,7 +1,5 @@
 """Workloads that misbehave, each through the real ``compare``: one sentence blames the right side, nothing is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints: what is written is read back, and a hostile or damaged file is refused and runs nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Questions measured for real and what is kept of them; what a report measures, and how its time is divided."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,7 +131,7 @@ SHOWN = [make.environment().date]
 class Question:
     """A question of the laboratory: measuring it takes a share of the time that it gets, and adds a set a stage."""
 
-    def __init__(self, name: str, lab: Laboratory, takes: float = 1.0, complete: bool = False) -> None:
+    def __init__(self, name: str, lab: "Laboratory", takes: float = 1.0, complete: bool = False) -> None:
         self.name, self.lab, self.takes, self.looks = name, lab, takes, list[str | None]()
         self.lacks, self.yields = 0.0, list[bool]()
         self.missing, self.look = (lambda: not complete), self.looks.append
@@ -141,7 +139,7 @@ class Question:
         self.restarts_as, self.refusal, self.measured_sets = self, LabError(""), 0
         self.told: Callable[[str], None] = lambda _: None
 
-    def measure(self, *, seconds: float, stages: Sequence[str], look: bool, yields: bool = False) -> Question:
+    def measure(self, *, seconds: float, stages: Sequence[str], look: bool, yields: bool = False) -> "Question":
         assert not look, "all answers are shown at once, at the end"
         self.yields.append(yields)
         if str(self.refusal):
@@ -164,7 +162,7 @@ class Laboratory:
         monkeypatch.setattr(experiments, "plan_question", self.plan)
         monkeypatch.setattr(hardware, "environment", make.environment)
 
-    def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> Question:
+    def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> "Question":
         assert (further, preset) == (False, "quick"), "what was shown gets no more sets"
         if name in self.refused:
             raise ConfigError("it cannot be asked here")

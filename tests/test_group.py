@@ -1,7 +1,5 @@
 """Groups of real processes: how they work, how they fail, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

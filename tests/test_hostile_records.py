@@ -1,7 +1,5 @@
 """Records come from strangers too: what they hold is text on every page, never markup, and no page runs or fetches."""
 
-from __future__ import annotations
-
 import base64
 import html.parser
 import json

@@ -1,7 +1,5 @@
 """What people are told: no foreign text moves a cursor or begins a line, no output that fails is a traceback."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import io

@@ -1,7 +1,5 @@
 """A user's training: what the lab sets is what runs, and from its file to an answer."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The heartbeat that a parent reads while a rank writes it, who is killed, and what becomes of anybody's loop."""
 
-from __future__ import annotations
-
 import errno
 import os
 import runpy

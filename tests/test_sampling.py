@@ -1,7 +1,5 @@
 """The samplers against a known distribution, their equations and diffusers', and images from a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -150,7 +148,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self.fail_at = fail_at
         self.configs: list[RunConfig] = []
 
-    def __call__(self, config: RunConfig, **_: Any) -> Ranks:
+    def __call__(self, config: RunConfig, **_: Any) -> "Ranks":
         self.configs.append(config)
         self.steps = 0
         return self
@@ -179,7 +177,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     """Put a stand-in in the place of the group."""
 
-    def use(fail_at: int = -1) -> Ranks:
+    def use(fail_at: int = -1) -> "Ranks":
         group = Ranks(fail_at)
         monkeypatch.setattr(sampling_run, "Group", group)
         return group

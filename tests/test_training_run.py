@@ -1,7 +1,5 @@
 """A training run: what is due when, going on, and every way to end."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -46,13 +44,13 @@ class Ranks:
     def __init__(self, hook: Hook) -> None:
         self.hook, self.calls = hook, list[tuple[str, int]]()
 
-    def __call__(self, config: RunConfig, **_: Any) -> Ranks:
+    def __call__(self, config: RunConfig, **_: Any) -> "Ranks":
         self.config = dataclasses.replace(config, options=())
         path = config.option("checkpoint", "")
         self.step = read(Path(path)).step if path else 0
         return self
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +87,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     """Put a stand-in in the place of the group."""
 
-    def use(hook: Hook = lambda *_: None) -> Ranks:
+    def use(hook: Hook = lambda *_: None) -> "Ranks":
         group = Ranks(hook)
         monkeypatch.setattr(training_run, "Group", group)
         return group

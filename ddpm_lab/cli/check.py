@@ -1,7 +1,5 @@
 """The command ``check``: what this machine has, what each missing thing would add, and how finely it measures."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

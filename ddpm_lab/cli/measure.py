@@ -1,7 +1,5 @@
 """Commands that measure: ``run``, ``compare`` and ``recommend``, from their options to an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What commands have in common: their parser, the options that several have, and how an answer is printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Commands whose results are made to be shared: ``report``, ``figures``, ``benchmark``, ``summary``, ``collect``."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Commands that prepare images, train on them and draw new ones; and ``rank``, with which they run on several hosts."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

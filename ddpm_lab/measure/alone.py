@@ -1,7 +1,5 @@
 """What a group does on its own, outside the sets. A work returns fields of its record, or raises GroupFailed."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

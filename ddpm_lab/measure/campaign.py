@@ -3,8 +3,6 @@
 Each set is appended to the ledger when it is complete, so a run that is killed loses at most one unfinished set.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -70,14 +68,14 @@ class Campaign:
         data = self.experiment.configurations[0].data_sha256
         return (self.machine_key, self.instrument.code.key, data, self.target.plan.key)
 
-    def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Campaign:
+    def renewed(self, experiment: Experiment | None = None, **changes: Any) -> "Campaign":
         """Return a copy with the ledger read again, for another experiment if given, and ``changes`` of the target."""
         asked, target = experiment or self.experiment, replace(self.target, **changes)
         return Campaign(asked, target, self.instrument, self.output, self.on_cores)
 
     def measure(
         self, *, seconds: float | None = None, stages: Sequence[str] = STAGES, look: bool = True, yields: bool = False
-    ) -> Campaign:
+    ) -> "Campaign":
         """Measure what the ledger lacks, in ``seconds`` or the planned time, when no other process measures here.
 
         Returns the campaign that was measured, which uses fewer cores if the machine was too busy for all of them. For
@@ -108,7 +106,7 @@ class Campaign:
         self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return made
 
-    def _on_free_cores(self) -> Campaign | None:
+    def _on_free_cores(self) -> "Campaign | None":
         """Return a campaign for the cores that other processes leave free; None if they are too few or were chosen."""
         config = self.experiment.configurations[0]
         cores = config.rank_threads(hardware.usable_cores()) * config.node_size

@@ -5,8 +5,6 @@ the leader, a fresh one for each group. Commands and results are JSON in queues 
 that store can take part, as with torch.distributed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -63,7 +61,7 @@ class Process(NamedTuple):
     store: Store
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Process:
+    def read(cls, environment: Mapping[str, str]) -> "Process":
         """Read what torchrun sets in the environment. Raises ConfigError where it did not."""
         try:
             job = "ddpm_lab/{TORCHELASTIC_RUN_ID}/{TORCHELASTIC_RESTART_COUNT}".format_map(environment)

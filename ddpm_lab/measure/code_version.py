@@ -6,8 +6,6 @@ packages that these import the version counts.
 So do variables of the environment that make the same code slower or faster, and those that a workload's code names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata
@@ -108,7 +106,7 @@ class CodeVersion:
     key: str
     sources: Mapping[str, Source] = field(default_factory=dict)
     tree: Tree | None = None
-    beside: CodeVersion | None = None
+    beside: "CodeVersion | None" = None
     written: set[str] = field(default_factory=set, compare=False)
     settings: Sequence[Source] = ()
 
@@ -117,11 +115,11 @@ class CodeVersion:
         """The hash of each module of a workload that lies elsewhere: what its ranks may load beside the lab."""
         return {name: source.sha256 for name, source in self.sources.items() if not in_lab(name)}
 
-    def with_revision(self, other: CodeVersion) -> CodeVersion:
+    def with_revision(self, other: "CodeVersion") -> "CodeVersion":
         """The same with the version of a revision, whose sources lie in a tree of their own, beside it."""
         return replace(self, key=digest([self.key, other.key]), beside=other)
 
-    def of(self, revision: str) -> CodeVersion:
+    def of(self, revision: str) -> "CodeVersion":
         """The version that a configuration of ``revision`` runs. Raises ConfigError where its sources are not here."""
         if not revision:
             return self

@@ -6,8 +6,6 @@ processes of their own that would load data ahead for nothing. Of several ranks 
 none is left waiting in a collective, and a window lasts from the first one's start to the last one's end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The parent sleeps while ranks work. It watches the heartbeat of each rank rather
 that it can report which rank hangs, where it runs and what it was doing.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +55,7 @@ class Limits:
     finish_seconds: float = 20.0
 
     @classmethod
-    def of_own(cls, seconds: float) -> Limits:
+    def of_own(cls, seconds: float) -> "Limits":
         """Return the limits for the user's code with a budget of ``seconds``, which its start may not exceed."""
         return cls(build_seconds=min(max(SLOW_START_SECONDS, seconds), cls().build_seconds))
 
@@ -75,7 +73,7 @@ class Group(AbstractContextManager["Group"]):
     environment, tree. When the group ends, files of settings that the user's code wrote are added to ``written``.
     """
 
-    _awake: ClassVar[Group | None] = None  # the group that last received a command
+    _awake: ClassVar["Group | None"] = None  # the group that last received a command
     _guilty = ""
     suspended = False  # whether this process was stopped during the last command
 

@@ -3,8 +3,6 @@
 Run as a file by a Python without the lab. Standard input is a pipe that whoever started it holds open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

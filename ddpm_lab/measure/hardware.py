@@ -1,7 +1,5 @@
 """What this machine is: read without torch, never guessed; None where it cannot be read."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """What the ledger already holds of a question."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -3,8 +3,6 @@
 Numbers of processes stay inside this module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import operator
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -47,7 +45,7 @@ class CpuClock(NamedTuple):
     limited: bool = False
 
     @classmethod
-    def read(cls) -> CpuClock:
+    def read(cls) -> "CpuClock":
         """Read now. One's own are this process and those that torchrun has started beside it, with all below them."""
         in_job = "TORCHELASTIC_RUN_ID" in os.environ
         own = tree_seconds(p.pid for p in (psutil.Process(os.getppid()).children() if in_job else [psutil.Process()]))
@@ -56,7 +54,7 @@ class CpuClock(NamedTuple):
         limited = usable_cores() < len(cores)  # then most of what is stolen from all of them is stolen from others
         return cls(time.monotonic(), own, busy, None if limited else stolen, limited)
 
-    def until(self, later: CpuClock) -> CpuClock:
+    def until(self, later: "CpuClock") -> "CpuClock":
         """What was used from this reading to a later one; its ``moment`` is how many seconds that took."""
         busy, stolen = difference(self.busy, later.busy), difference(self.stolen, later.stolen)
         known = later._replace(busy=busy, stolen=stolen, limited=self.limited or later.limited)
@@ -246,7 +244,7 @@ class Watch:
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._sample, name="ddpm_lab machine state", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._throttled, self._clock = cgroup_throttled_seconds(), CpuClock.read()
         for gpu in self._gpus:
             gpu.begin()

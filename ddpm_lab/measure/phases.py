@@ -4,8 +4,6 @@ On a GPU the main line is the device's own: an event is recorded with each mark,
 device costs nothing. Time that no mark names shows in the residual, since the window has a clock of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

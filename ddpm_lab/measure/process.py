@@ -5,8 +5,6 @@ whole process group at end of file. The rank, and the fork server above it, adop
 that it is found and ended with the rank. Nothing here imports torch until the rank runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import fcntl

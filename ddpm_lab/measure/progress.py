@@ -1,7 +1,5 @@
 """Live progress from the parent: one line that changes in a notebook, lines on a terminal and in a file."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

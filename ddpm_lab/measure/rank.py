@@ -1,7 +1,5 @@
 """What a rank does: build its workload, then obey its parent, asleep on its pipe with the device idle in between."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

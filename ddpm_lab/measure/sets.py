@@ -1,7 +1,5 @@
 """Measure one set: isolated groups are built and warmed up one by one, and then take turns in short timed windows."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -3,8 +3,6 @@
 ``between`` and ``within`` are standard deviations of one group's log time, from set to set and from turn to turn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Does the label tell the truth? What each rank says of itself, against the configuration it was given."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 Git remembers nothing of it: the files are written through an index that lies in the same folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -44,7 +42,7 @@ class Repository:
     root: Path
 
     @classmethod
-    def around(cls, folder: Path) -> Repository:
+    def around(cls, folder: Path) -> "Repository":
         """The repository that a folder lies in. Raises ConfigError where there is none."""
         refusal = (
             f"--against compares the working tree of a git repository with a revision of it, and {folder} is in none: "

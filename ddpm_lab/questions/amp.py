@@ -1,7 +1,5 @@
 """Does mixed precision speed up training? fp32 against each narrower format."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -64,7 +62,7 @@ def _beside_tf32(study: Study, first: Comparison) -> Iterator[str]:
             yield f"{own}; {first.label} beside tf32: {ratio}."
 
 
-def _times_figure(study: Study) -> Figure | None:
+def _times_figure(study: Study) -> "Figure | None":
     """Return a bar chart of the time for 50,000 images, projected from each ratio; None if nothing was measured."""
     shown = measured(study)
     if not shown:

@@ -5,8 +5,6 @@ what machine, and how much) and keyword arguments; None means the preset's choic
 the machine cannot run are left out and listed, or refused if the user named them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """How large a batch fits, and does a larger one train faster?"""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ddpm_lab.config import RunConfig

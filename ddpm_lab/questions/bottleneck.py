@@ -1,7 +1,5 @@
 """What limits a step, and what should be changed next? Its time budget, and each change of one setting, measured."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence
@@ -160,7 +158,7 @@ def answer(study: Study) -> Answer:
     return speeds(study, findings.compared(study), views=[view])
 
 
-def _by_network(study: Study) -> Figure | None:
+def _by_network(study: Study) -> "Figure | None":
     """A panel for each change, of many the most telling; a row for each network and batch, from the smallest.
 
     None if there are not two rows.

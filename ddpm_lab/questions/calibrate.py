@@ -3,8 +3,6 @@
 Every calibration measures afresh, since what it asks is how the machine measures now; its records stay in the ledger.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ MOST_FAILURES = 2
 
 def calibrate(
     *, minutes: float = 5.0, device: str | None = None, output_dir: str | Path | None = None, quiet: bool = False
-) -> Calibration:
+) -> "Calibration":
     """Measure sets of a baseline, its twin and a slowdown of 5 % until ``minutes`` are over, one at least.
 
     On a CPU they have as many threads as there are cores that other processes leave free. The records are in the

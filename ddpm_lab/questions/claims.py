@@ -4,8 +4,6 @@ Claims, and the faults behind their numbers, are rows of ``claims.toml``. A clai
 GPUs alone: on a CPU it is not testable, and only the fault behind its number is shown, with its size there.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import tomllib
@@ -309,7 +307,7 @@ def _fault_table(study: Study) -> Table:
     return rows
 
 
-def _fault_figure(study: Study) -> Figure | None:
+def _fault_figure(study: Study) -> "Figure | None":
     """Each fault's number over the true one, the largest first; None where no wrong way was run."""
     found = sorted(readings(study).items(), key=lambda item: -item[1].ratio.value)
     if not found:
@@ -344,7 +342,7 @@ _TIMED_ONCE: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
 """Usual ways to compare two settings: what is timed of each in a process of its own, one after the other."""
 
 
-def pair_figure(study: Study) -> Figure | None:
+def pair_figure(study: Study) -> "Figure | None":
     """A dot for each time that a pair was compared in a usual way, and for each set; None where sets have no answer."""
     found = Records(study)
     if (pair := found.narrow) is None or not pair.answered:

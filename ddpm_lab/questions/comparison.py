@@ -4,8 +4,6 @@ from ddpm_lab import compare
 print(compare("mine:baseline", "mine:candidate", resolution=0.02))
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import sys

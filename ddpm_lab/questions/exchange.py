@@ -1,7 +1,5 @@
 """How should ranks exchange gradients? Settings of the exchange."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@
 measures is a record, so that a search that is killed goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Each side is whole: its own sources, found first on the Python path of its own r
 times them is one and the same, or nothing is measured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +39,7 @@ def compare_revisions(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     **limits: Any,
-) -> Campaign | Outcome:
+) -> "Campaign | Outcome":
     """Compare the speed of a training step in the working tree with that in a revision of the same repository.
 
     ``step`` is ``module:function`` or a TOML file of settings; None is the lab's own trainer with its defaults.
@@ -90,7 +88,9 @@ def compare_revisions(
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
 
 
-def _compare_command(command: str, against: str, repository: Repository, commit: str, **how: Any) -> Campaign | Outcome:
+def _compare_command(
+    command: str, against: str, repository: Repository, commit: str, **how: Any
+) -> "Campaign | Outcome":
     """The same of a command line, which a revision runs in its counterpart of the working folder."""
     with repository.worktree(commit) as folder:
         here = folder / Path.cwd().resolve().relative_to(repository.root)

@@ -8,8 +8,6 @@ less than switching off each. A step of the lab's trainer has no work that rank 
 checkpoint or a grid of images, lies between steps.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Do more ranks or GPUs train faster? Strong and weak scaling, and whether one or several should be used."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -190,7 +188,7 @@ def _shared_cores(study: Study, rows: Sequence[Comparison]) -> str:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def by_ranks(study: Study) -> Figure | None:
+def by_ranks(study: Study) -> "Figure | None":
     """Speed-up and efficiency against the number of ranks, one line a family; None below three numbers."""
     found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
     plots, bands = [], study.bands
@@ -222,7 +220,7 @@ def _line(rows: Sequence[Comparison], values: Sequence[Interval]) -> Line:
     return Line(name=rows[0].family.removesuffix(WEAK), x=[c.ranks for c in rows], y=y, low=low, high=high)
 
 
-def _by_batch(study: Study) -> Figure | None:
+def _by_batch(study: Study) -> "Figure | None":
     """Time for 50,000 images against the batch size, one line a number of ranks; None below three sizes."""
     every = [c for rows in measured(study) for c in rows]
     if not every:
@@ -248,7 +246,7 @@ def _by_batch(study: Study) -> Figure | None:
     return lines(plots, title=title, context=phrases.context(study, batch=False), note=note) if plots else None
 
 
-def memory(study: Study) -> Figure | None:
+def memory(study: Study) -> "Figure | None":
     """Memory of each configuration's largest rank in each turn: its GPU's, else of the host; None where unknown."""
     moments = [m for m in machine_state.moments(study) if m.record.role != "twin"]
     name, what = "rss_bytes", "Memory of the largest rank (resident set, RSS)"

@@ -1,7 +1,5 @@
 """How fast is the lab's own trainer: beside other people's, and lever by lever."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

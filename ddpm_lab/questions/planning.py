@@ -1,7 +1,5 @@
 """From settings to a question ready to be measured: all that can be refused is refused here, before a rank starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +88,7 @@ class Settings:
     grid: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, **settings: Any) -> Settings:
+    def of(cls, **settings: Any) -> "Settings":
         """Settings by name; names that are not known here are the question's own."""
         mine = {f.name for f in dataclasses.fields(cls)} & settings.keys()
         grid = {name: value for name, value in settings.items() if name not in mine}

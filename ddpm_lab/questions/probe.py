@@ -5,8 +5,6 @@ alone. Two groups of processes at a time take turns, the fastest so far and the 
 both alike. The result is kept and used again until machine, code, shapes or threads change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -107,7 +105,7 @@ def settings_of(config: RunConfig, *, threads: int, output: Path, probing: bool,
     return found[0] if found else {}
 
 
-def _fastest_of(contest: _Contest, key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
+def _fastest_of(contest: "_Contest", key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
     """Settings of the fastest choice, and why: those kept in ``path``, or found for ``steps``; None without a result.
 
     What was found is kept for the next start, if it holds then.

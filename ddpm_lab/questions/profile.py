@@ -1,7 +1,5 @@
 """Where does the time of a training step go? One profiled run: phases, what lies in none, and operators."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Does a setting cost quality? Configurations trained for real from several seeds, and their speed beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -395,7 +393,7 @@ def trained_view(study: Study, families: Sequence[Sequence[Comparison]]) -> View
     return View(caption, "curves", lambda: _curves(study, [rows for rows in families if extent_of(rows)[1]]))
 
 
-def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> Figure | None:
+def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> "Figure | None":
     """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
     plots, how = [], dict[str, Any](from_zero=False, x_label="images trained on", y_label="loss")
     for rows in families:

@@ -5,8 +5,6 @@ changes so far. Without a search it is the ranked list of every question's chang
 bottleneck report ranks the changes of one configuration in the same list.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -3,8 +3,6 @@
 ddpm-lab compare "python train.py" "python train.py --bf16"
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

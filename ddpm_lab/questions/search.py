@@ -7,8 +7,6 @@ best so far and those with the largest expected improvement (Jones et al. 1998) 
 where little improvement is expected. ``recommend`` measures the winner again, in sets of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

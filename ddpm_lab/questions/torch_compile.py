@@ -1,7 +1,5 @@
 """Is torch.compile worth its compile time? Eager against compiled."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -125,7 +123,7 @@ def sentence(study: Study, row: Comparison) -> str:
     return text
 
 
-def costs(study: Study) -> Figure | None:
+def costs(study: Study) -> "Figure | None":
     """One stacked bar for eager training, and for compiled training from a warm and from a cold cache."""
     shown = [(c, rows) for c in comparisons(study) if c.role == "candidate" and (rows := _bars(study, c))]
     if not shown:

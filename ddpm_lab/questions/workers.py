@@ -1,7 +1,5 @@
 """How many loader workers are worth having? Training, and the loader alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,7 +68,7 @@ def answer(study: Study) -> Answer:
     return speeds(study, compared(study), views=(times,))
 
 
-def _by_workers(study: Study) -> Figure | None:
+def _by_workers(study: Study) -> "Figure | None":
     """Time for 50,000 images against the loader workers, training and the loader alone; None below three numbers."""
     shown = [sorted(rows, key=lambda c: c.config.loader_workers) for rows in measured(study)]
     shown = [rows for rows in shown if len({c.config.loader_workers for c in rows}) > 2]

@@ -1,7 +1,5 @@
 """One device against several as a folder to share: a report, two pictures, and the results as JSON and CSV."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable

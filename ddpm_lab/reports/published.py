@@ -4,8 +4,6 @@ What is published is an allow-list of fields, of the lab's own workloads alone: 
 a result. A field that is added to a record stays private until it is listed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Run the numbered notebooks headlessly and publish each as an HTML page, with an index over all of them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -63,7 +61,7 @@ def report(
     parameters: Mapping[str, Any] | None = None,
     progress: Say = say,
     command: str = "ddpm-lab report",
-) -> Report:
+) -> "Report":
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
 
     A notebook that fails is published as failed, and the others still run. Ctrl-C, SIGTERM and SIGHUP stop the report:

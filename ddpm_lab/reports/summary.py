@@ -4,8 +4,6 @@ A job of ``scripts/slurm.sh`` leaves its log ``slurm-N.out`` and its results ``s
 prints its runs into the log as one line of JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
