@@ -154,7 +154,7 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     edited = make.trials({"bf16": (BF16, 0.0)}, seeds=1, code_version="old")
     found = selection.study([*trials, *speeds, *later, *edited], "amp")
     assert list(found.records) == speeds
-    assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
+    assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later, *edited]))
 
 
 def test_study_takes_the_latest_cohort() -> None:
