@@ -84,6 +84,26 @@ def test_a_cpu_beside_a_gpu_is_no_answer_but_for_a_users_own_code(
         assert run.record(run.slots[0]).mechanism_only is mechanism
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [([0.6], 0.4, 3), ([0.6, 0.5], 0.4, 4), ([0.03], 0.02, 12), ([3.0, 0.2, 0.2, 0.4], 0.1, 10)],
+)
+def test_a_warm_up_ends_when_windows_agree(
+    instrument: Instrument, first: list[float], later: float, expected: int
+) -> None:
+    """Slow steps are windows of their own; of fast ones ten at least are taken."""
+    seconds = iter([*first, *[later] * 20])
+
+    def window(*, steps: int, **_: Any) -> list[dict[str, Any]]:
+        ends = np.cumsum([next(seconds) for _ in range(steps)]).tolist()
+        return [{"start": 0.0, "step_ends": ends, "losses": [1.0] * steps}]
+
+    slot = Slot(Member("baseline", "busy", busy_config()), Plan(), instrument)
+    slot.group = cast(Any, SimpleNamespace(window=window))
+    slot._warm_up()
+    assert slot.warmup_steps == expected
+
+
 def test_own_code_may_replace_the_clock_and_steps_that_take_no_time_are_a_failure(
     instrument: Instrument, short_plan: Plan
 ) -> None:

@@ -26,7 +26,7 @@ from ddpm_lab.measure.witness import consumption, drift, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 
-CHUNK = 5
+CHUNK, CHUNK_SECONDS = 5, 0.5  # steps of a window while warming up, and the time of more than one
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
 STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree within this share, or after this time
 SETTLE_SECONDS = 0.1  # maximum time of untimed steps after a sleep, of which the first one refills the caches
@@ -189,7 +189,7 @@ class Slot:
             few = done < self.plan.warmup_steps and self.plan.warmup_steps * step < WARMUP_SECONDS
             if left <= 0 or (steady and not few):
                 break
-            steps = max(1, min(CHUNK, int(left / step)))
+            steps = max(1, min(CHUNK, int(min(left, CHUNK_SECONDS) / step)))
         seconds = time.monotonic() - begun
         self.warm_step_seconds = step
         self.warmup_steps += done
