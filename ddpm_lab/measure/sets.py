@@ -30,8 +30,8 @@ CHUNK, CHUNK_SECONDS = 5, 0.5  # steps of a window while warming up, and the tim
 FIRST_LOSSES = 20  # kept to the last bit, so that two sides can be compared by them
 STEADY, WARMUP_SECONDS = 0.1, 3.0  # a warm-up ends when two windows agree within this share, or after this time
 SETTLE_SECONDS = 0.1  # maximum time of untimed steps after a sleep, of which the first one refills the caches
-FIRST_EXTRA, NEXT_EXTRA = 10, 1
-"""Most further untimed steps, drawn at random, before a set's first window and before each later one.
+FIRST_EXTRA, NEXT_EXTRA, EXTRA_SECONDS = 10, 1, 1.0
+"""Most further untimed steps, drawn at random, before a set's first window and before each later one; as many as fit.
 
 Without them something at every second, or every tenth, step could fall between the windows of all turns and sets.
 """
@@ -220,13 +220,12 @@ class Slot:
         return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int, extra: int = 0) -> None:
-        """Measure a timed window, after enough untimed steps to consume prefetched batches. Raises GroupFailed.
+        """Measure a timed window, after enough untimed steps to consume prefetched batches, and ``extra`` ones.
 
-        So many ``extra`` ones are untimed, unless a step takes so long that every step is timed.
+        Raises GroupFailed.
         """
         # Enough steps to empty a full queue even if workers load four batches in five steps.
         full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
-        extra *= self.warm_step_seconds < 1
         how, self.started_now = {"settle": max(self.settle_steps, full) + extra, "steps": steps}, False
         for _ in range(2):
             with self.watched() as watch:
@@ -426,7 +425,8 @@ class _Set:
         turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
         rng = random.Random(self.seed)
         for turn, order in enumerate(balanced_orders(len(self.slots), turns, self.seed)):
-            extra = rng.randint(0, NEXT_EXTRA if turn and not how else FIRST_EXTRA)
+            fit = int(EXTRA_SECONDS / max(1e-6, *(slot.warm_step_seconds for slot in self.slots)))
+            extra = rng.randint(0, min(fit, NEXT_EXTRA if turn and not how else FIRST_EXTRA))
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
                 self.guard(self.slots[i], window, turn, position, steps.get(self.slots[i].member, 0), extra)
