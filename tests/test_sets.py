@@ -169,22 +169,6 @@ def test_groups_that_do_not_fit_on_the_card_together_take_turns_alone(
         assert all(r.stages["start"] > 0 for r in records)
 
 
-@pytest.mark.slow
-def test_groups_that_do_not_fit_into_the_machines_memory_together_take_turns_alone(
-    instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed, window = [GroupFailed("oom", "killed beside others")], Slot.window
-
-    def fitting(slot: Slot, *how: int) -> None:
-        if killed:
-            raise killed.pop()
-        window(slot, *how)
-
-    monkeypatch.setattr(Slot, "window", fitting)
-    records = measured(instrument, dataclasses.replace(short_plan, turns=1))
-    assert [(r.status, len(r.windows)) for r in records] == [("ok", 1)] * 2
-
-
 COMPILED = dataclasses.replace(busy_config(), compile="whole")
 
 
@@ -342,10 +326,10 @@ def test_windows_time_what_happens_at_every_nth_step_as_often_as_it_happens(
     for _ in range(100):
         made = 12  # in the warm-up
         member = Member("baseline", "busy", RunConfig())
-        run = sets._Set(instrument, [member], Plan(turns=8), {"experiment": "test", "family": "busy"})
+        run = sets._Set(instrument, [member], Plan(), {"experiment": "test", "family": "busy"})
         run.slots[0].group = cast("Any", SimpleNamespace(window=window, pids=(), suspended=False))
         run.slots[0].warm_step_seconds = 0.15  # one settle step
-        run._take_turns(Slot.window, {member: steps})
+        run._take_turns(Slot.window, {member: steps}, 8)
     shares = np.array([timed[phase] for phase in range(period)]) / timed.total()
     assert shares == pytest.approx(1 / period, rel=0.2)
 

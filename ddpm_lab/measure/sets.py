@@ -351,7 +351,7 @@ Work = Callable[[Slot], dict[str, Any]]  # does the work and returns fields of t
 
 
 class _DoesNotFitTogether(Exception):  # noqa: N818 - handled by starting the groups separately
-    """The groups of a set do not fit into the memory together, of a GPU or of this machine."""
+    """The groups of a set do not fit on the GPU together."""
 
 
 class _Set:
@@ -395,13 +395,16 @@ class _Set:
             windows = sum((steps[s.member] + s.settle_steps + untimed) * s.warm_step_seconds for s in alive)
             turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
-        self._take_turns(Slot.window, steps)
+        candidates = [s for s in self.slots if s.member.role == "candidate"]
+        # If all candidates failed, one turn is enough for the baseline's speed.
+        turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
+        self._take_turns(Slot.window, steps, turns)
         for slot in self.slots:
             if not self.baseline_lost():
                 self.guard(slot, Slot.finish)
 
     def one_at_a_time(self) -> None:
-        """Measure the set with groups that do not fit into the memory together: each turn starts each group again."""
+        """Measure the set with groups that do not fit on the GPU together: each turn starts each group again."""
 
         def visit(slot: Slot, *window: int) -> None:
             slot.open()
@@ -416,13 +419,10 @@ class _Set:
         if self.baseline_lost():
             return
         self.plan = replace(self.asked, turns=self.asked.turns or TURNS_ALONE)  # each turn starts every group
-        self._take_turns(visit, self._steps(), ", each group on its own")
+        self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
-    def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], how: str = "") -> None:
+    def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Run all turns of windows, but stop if the baseline or its twin fails, or if the set is too disturbed."""
-        candidates = [s for s in self.slots if s.member.role == "candidate"]
-        # If all candidates failed, one turn is enough for the baseline's speed.
-        turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
         rng = random.Random(self.seed)
         for turn, order in enumerate(balanced_orders(len(self.slots), turns, self.seed)):
             fit = int(EXTRA_SECONDS / max(1e-6, *(slot.warm_step_seconds for slot in self.slots)))
@@ -452,7 +452,7 @@ class _Set:
             action(slot, *arguments)
         except GroupFailed as failure:
             beside = any(s is not slot and s.group for s in self.slots)
-            if failure.status == "oom" and beside:
+            if failure.status == "oom" and slot.config.device == "cuda" and beside:
                 raise _DoesNotFitTogether from failure
             slot.failure = failure
             slot.close()
