@@ -220,12 +220,13 @@ class Slot:
         return max(usual, 20 * self.warm_step_seconds)
 
     def window(self, turn: int, position: int, steps: int, extra: int = 0) -> None:
-        """Measure a timed window, after enough untimed steps to consume prefetched batches, and ``extra`` ones.
+        """Measure a timed window, after enough untimed steps to consume prefetched batches. Raises GroupFailed.
 
-        Raises GroupFailed.
+        So many ``extra`` ones are untimed, or of slow ones the remainder of those that fit into ``EXTRA_SECONDS``.
         """
         # Enough steps to empty a full queue even if workers load four batches in five steps.
         full = 5 * self.prefetch_batches if self.started_now or self.config.nodes > 1 else 0
+        extra %= 1 + int(EXTRA_SECONDS / max(1e-6, self.warm_step_seconds))
         how, self.started_now = {"settle": max(self.settle_steps, full) + extra, "steps": steps}, False
         for _ in range(2):
             with self.watched() as watch:
@@ -425,8 +426,7 @@ class _Set:
         """Run all turns of windows, but stop if the baseline or its twin fails, or if the set is too disturbed."""
         rng = random.Random(self.seed)
         for turn, order in enumerate(balanced_orders(len(self.slots), turns, self.seed)):
-            fit = int(EXTRA_SECONDS / max(1e-6, *(slot.warm_step_seconds for slot in self.slots)))
-            extra = rng.randint(0, min(fit, NEXT_EXTRA if turn and not how else FIRST_EXTRA))
+            extra = rng.randint(0, NEXT_EXTRA if turn and not how else FIRST_EXTRA)
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
                 self.guard(self.slots[i], window, turn, position, steps.get(self.slots[i].member, 0), extra)
