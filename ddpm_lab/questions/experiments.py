@@ -313,7 +313,7 @@ def measure_all(asked: Mapping[str, Mapping[str, Any]], *, seconds: float, say: 
             if planned.missing():
                 if compiling := planned.compiling_seconds():
                     finish(all_time=False)
-                    if measured and ends - time.monotonic() < 2 * compiling:
+                    if measured and ends - time.monotonic() < compiling:
                         raise ConfigError("compiling would take longer than the time that is left")
                 weight = 1 + compiling / COMPILE_SECONDS  # in units of a comparison
                 left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(asked) - count - 1)
