@@ -103,6 +103,9 @@ def test_another_batch_decides_where_it_tells_of_this_one() -> None:
         found = ask(gpus({2: ratio}, batch=at), batch=asked)
         assert (found.answer, found.measured_batch) == (expected, at)
         assert found.way_out().endswith(f"--batch-sizes {asked}")
+    for ratio, asked, at, expected in ((1.5, 24, 8, MULTI), (0.8, 16, 32, SINGLE), (1.5, 4, 8, MEASURE)):
+        found = ask(gpus({2: ratio}, batch=8), gpus({2: ratio}, batch=32), batch=asked)
+        assert (found.answer, found.measured_batch) == (expected, at), "the nearest that tells of it"
 
 
 def test_records_of_another_network_device_or_step_decide_nothing() -> None:

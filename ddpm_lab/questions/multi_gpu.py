@@ -369,8 +369,8 @@ def strategy(
 def decide(study: Study, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
 
-    Comparisons at this batch decide, else those at the nearest, where several gain at a smaller batch, or nothing at a
-    larger one; answers with all cores before those with fewer.
+    Comparisons at this batch decide, else those at the nearest smaller one where several gain, or larger one where they
+    gain nothing.
     """
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
     found = [
@@ -383,22 +383,34 @@ def decide(study: Study, *, network: str | None, parameters: int, batch: int, de
     if not found:
         answer, reason = prior(parameters, batch)
         return Strategy(answer=answer, reason=reason, source=PRIOR, **common)
-    nearest = min((r.batch for r in found), key=lambda b: (abs(math.log(b / batch)), b))
-    last = sorted((r for r in found if r.batch == nearest), key=lambda r: (r.answered, not r.baseline.threads))[-1]
+    batches = sorted({r.batch for r in found}, key=lambda b: (abs(math.log(b / batch)), b))
+    decided = {b: _at_batch(found, b) for b in batches}
+
+    def tells(b: int) -> bool:
+        # The larger its batch, the more work a rank has beside the exchange: that tells of one direction alone.
+        answer = decided[b][0]
+        return b == batch or (answer == MULTI and b < batch) or (answer == SINGLE and b > batch)
+
+    nearest = next(filter(tells, batches), batches[0])
+    answer, reason, lead = decided[nearest]
+    if answer in (SINGLE, MULTI) and not tells(nearest):
+        answer, reason = MEASURE, f"{reason}, and the batch decides what several gain"
+    source = "measured" if nearest == batch else f"measured at batch {nearest}, not at {batch}"
+    common |= {"ratio": lead.ratio.value, "low": lead.ratio.low, "high": lead.ratio.high, "sets": lead.sets}
+    return Strategy(answer=answer, reason=reason, source=source, measured_batch=nearest, **common)
+
+
+def _at_batch(found: Sequence[Comparison], batch: int) -> tuple[str, str, Comparison]:
+    """What comparisons at a batch say, why, and the one that says it; answers with all cores before others."""
+    last = sorted((r for r in found if r.batch == batch), key=lambda r: (r.answered, not r.baseline.threads))[-1]
     several = [r for r in found if r.baseline_id == last.baseline_id]
     faster = [r for r in several if r.verdict == stats.FASTER]
     lead = max(faster or several, key=lambda r: r.ratio.value)
     evidence = phrases.evidence(lead.ratio)
-    answer, reason = MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({evidence})"
-    if not faster and not all(r.answered for r in several):
-        answer, reads = stats.INCONCLUSIVE, f"reads {phrases.ratio(lead)} ({evidence}), {phrases.outcome(lead)}"
-        reason = f"{lead.label} against {lead.baseline_label} {reads}"
-    # The larger its batch, the more work a rank has beside the exchange: that tells of one direction alone.
-    if (answer == SINGLE and nearest < batch) or (answer == MULTI and nearest > batch):
-        answer, reason = MEASURE, f"{reason}, and the batch decides what several gain"
-    source = "measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}"
-    common |= {"ratio": lead.ratio.value, "low": lead.ratio.low, "high": lead.ratio.high, "sets": lead.sets}
-    return Strategy(answer=answer, reason=reason, source=source, measured_batch=nearest, **common)
+    if faster or all(r.answered for r in several):
+        return MULTI if faster else SINGLE, f"{findings.headline_of(lead)} ({evidence})", lead
+    reads = f"reads {phrases.ratio(lead)} ({evidence}), {phrases.outcome(lead)}"
+    return stats.INCONCLUSIVE, f"{lead.label} against {lead.baseline_label} {reads}", lead
 
 
 def several_ranks(device: str, *, needed: bool = False) -> int:
