@@ -107,8 +107,10 @@ def _ways(ours: RunConfig, peer: str, formats: Mapping[str, Any], *, compiled: b
     )
     formatted = replace(comes, precision=ours.precision, channels_last=True)
     flash = ((plan.FLASH_ATTENTION, True),) if cuda and PEERS[peer] == DDPT else ()
-    same = {name: getattr(ours, name) for name in ("compile", "loader", "freed_memory")}
-    tuned = replace(formatted, **same, optimizer=OptimizerConfig(), read_loss=False, options=(*package, *flash))
+    memory, same = "default" if cuda else "kept", {name: getattr(ours, name) for name in ("compile", "loader")}
+    tuned = replace(
+        formatted, **same, freed_memory=memory, optimizer=OptimizerConfig(), read_loss=False, options=(*package, *flash)
+    )
     tuned = replace(tuned, **formats)
     yield peer, comes
     yield f"{peer}, in {ours.precision}{FORMATS}", formatted

@@ -102,7 +102,7 @@ def settings_of(config: RunConfig, *, threads: int, output: Path, probing: bool,
     """
     contest = _Contest(_candidates(config, set()), dataclasses.replace(config, **PLAIN), threads, progress)
     found = _fastest_of(contest, _key(config, set(), threads), output / FILE, sys.maxsize if probing else 0)
-    return found[0] if found else {}
+    return found[0] if found and contest.lasting else {}  # what is not kept is not found when answers are shown
 
 
 def _fastest_of(contest: "_Contest", key: str, path: Path, steps: int) -> tuple[dict[str, Any], str] | None:
