@@ -516,7 +516,7 @@ class LocalRank:
                 )
                 how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else how
                 self.ending = Ending("crashed", how, self.log(), time.monotonic(), reported=False)
-        if self.ending and killed_for_memory(self.ending.message, self._oom_kills):
+        if self.ending and killed_for_memory(f"{self.ending.message} {self.ending.detail}", self._oom_kills):
             self.ending = self.ending._replace(status="oom", message=f"{self.ending.message} for want of memory")
         return "report" in said
 
