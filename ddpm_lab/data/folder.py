@@ -113,6 +113,7 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
                 raise ValueError(f"it is drawn in more than {MAX_SCANS} scans")
             if "exif" in image.info:
                 image.load()
+                image.getexif()
                 with contextlib.suppress(TypeError, ValueError, struct.error):  # once it is turned
                     ImageOps.exif_transpose(image, in_place=True)
             if image.mode != "RGB" or "transparency" in image.info:

@@ -112,8 +112,8 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     good = [text for name, text, judged in told if judged.startswith(_JUDGED) and (name == WORKERS or not last)]
     lines = {
         "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
-        "Faster": good,
-        "Costs quality": [text for _, text, judged in told if judged.startswith(f"quality {WORSE}")],
+        "Faster": list(dict.fromkeys(good)),
+        "Costs quality": [*dict.fromkeys(t for _, t, judged in told if judged.startswith(f"quality {WORSE}"))],
         "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],
         "Open": [f"{headline}: {' or '.join(found)}" if found else headline for headline, found in ways.items()],
     }
