@@ -104,6 +104,22 @@ def test_a_warm_up_ends_when_windows_agree(
     assert slot.warmup_steps == expected
 
 
+@pytest.mark.parametrize(("seconds", "most"), [(0.02, 10), (0.4, 2), (0.75, 1), (1.5, 0)])
+def test_untimed_steps_drawn_at_random_take_a_second_at_most(instrument: Instrument, seconds: float, most: int) -> None:
+    slot, settled = Slot(Member("baseline", "busy", busy_config()), Plan(), instrument), list[int]()
+    slot.warm_step_seconds = seconds
+
+    def window(*, settle: int, **_: Any) -> list[dict[str, Any]]:
+        settled.append(settle)
+        report = {"start": 0.0, "end": seconds, "step_ends": [seconds], "data_seconds": 0.0, "losses": [1.0]}
+        return [report | {"memory": {}}]
+
+    slot.group = cast(Any, SimpleNamespace(window=window, suspended=False, pids=[]))
+    for drawn in range(sets.FIRST_EXTRA + 1):
+        slot.window(0, 0, 1, drawn)
+    assert set(settled) == {slot.settle_steps + extra for extra in range(most + 1)}
+
+
 def test_own_code_may_replace_the_clock_and_steps_that_take_no_time_are_a_failure(
     instrument: Instrument, short_plan: Plan
 ) -> None:
