@@ -13,6 +13,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.plan import FLASH_ATTENTION, FORMATS, OURS, TUNED
 from ddpm_lab.questions.peers import PEERS, PUBLISHED, answer, peers
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Setup
 
 pytestmark = pytest.mark.usefixtures("multiplying_bf16")
@@ -71,17 +72,32 @@ def test_a_trainer_with_fewer_seeds_takes_none_from_another() -> None:
     assert [(row["Configuration"], row["Seeds"]) for row in rows] == [("slow", "1"), ("slow, tuned", "3")]
 
 
-def trained(*, worse: float, rises: float = 0.0, beside: Mapping[str, float] | None = None) -> Answer:
-    """Three runs of this trainer and of another, whose lowest loss is larger by so much; then it rises.
+def test_what_another_machine_learned_counts_and_a_seed_once() -> None:
+    """Of five published seeds this machine tried three too; published ones of half the images are left out."""
+    theirs = (*learned(0.02, seeds=5, code_version="another"), *learned(0.5, seeds=9, images=4_000))
+    ((_, (row,)),) = trained(worse=0.02, published=theirs).tables()
+    assert (row["Held-out loss"], row["This trainer's"], row["Seeds"]) == ("0.3700", "7,200", "5")
+
+
+def trained(*, worse: float, published: tuple[RunRecord, ...] = (), **more: Any) -> Answer:
+    """Answer for planted times, with what ``learned`` gives as this machine's trials."""
+    timed = peer_records.against(set_noise=0, turn_noise=0, drift=0)
+    return answer(peer_records.study(*timed, trials=learned(worse, **more), published_trials=published))
+
+
+def learned(
+    worse: float, *, rises: float = 0.0, beside: Mapping[str, float] | None = None, seeds: int = 3, **how: Any
+) -> tuple[RunRecord, ...]:
+    """Runs of this trainer and of another, whose lowest loss is larger by so much; then it rises.
 
     Of others ``beside`` there is one.
     """
-    rival, how = peer_records.other("a"), dict[str, Any](seed_noise=0.0, pair_noise=0.0)
+    rival = peer_records.other("a")
     every = {label: (replace(rival, precision="fp32"), apart) for label, apart in (beside or {}).items()}
     every["slow, tuned"] = rival, worse
-    trials = make.trials(every, baseline=peer_records.OWN, seeds=3, **how)
+    trials = make.trials(every, baseline=peer_records.OWN, seeds=seeds, seed_noise=0.0, pair_noise=0.0, **how)
     trials = [t for t in trials if t.label not in (beside or ()) or not t.config.seed]
     trials = [replace(t, config=replace(t.config, workload=rival.workload)) if t.label != "fp32" else t for t in trials]
     for held_out in ((t.quality or {})["held_out"] for t in trials if rises and t.label != "fp32"):
         held_out.append({"images": 8_400, "step": 0, "loss": held_out[-1]["loss"] + rises})
-    return answer(peer_records.study(*peer_records.against(set_noise=0, turn_noise=0, drift=0), trials=tuple(trials)))
+    return tuple(trials)

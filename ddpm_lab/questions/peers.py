@@ -22,7 +22,6 @@ from ddpm_lab.explain.selection import Study, rank_zero
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import FORMATS, LEVERS, OURS, TUNED, Experiment, Family, Plan, Question
-from ddpm_lab.questions.quality import trials_of
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, torchs_precision, usual_settings
 
@@ -205,31 +204,46 @@ def _turned(row: Comparison) -> Comparison:
     return replace(row, baseline_label="the other", ratio=ratio, noise=noise, logs=logs, verdict=verdict)
 
 
+_Runs = dict[tuple[str, str, int], RunRecord]
+"""Trials of one extent by machine, code and seed."""
+
+
 class _Trained(NamedTuple):
-    """A trainer that was trained: its row, its runs by seed, and its seconds for an image."""
+    """A trainer that was trained: its row, its runs, and its seconds for an image."""
 
     row: Comparison
-    runs: dict[int, RunRecord]
+    runs: _Runs
     seconds: float
 
 
 def _time_to_loss(study: Study) -> tuple[View, ...]:
     """How long trainers take to a held-out loss that this one reached too: figure and table, if any were trained."""
     for rows in families(r for r in comparisons(study) if _is_rival(r.family)):
-        if len(trained := _trained(rows)) > 1:
+        if len(trained := _trained(study, rows)) > 1:
             what = "time to the lowest held-out loss that all runs of this trainer and of the other reached"
             caption = f"{rows[0].family}: {what}"
-            drawn = partial(_by_time, trained, phrases.context(study))
+            drawn = partial(_by_time, trained, study)
             return (View(caption, "time_to_loss", drawn, partial(_times_table, trained)),)
     return ()
 
 
-def _trained(rows: Sequence[Comparison]) -> list[_Trained]:
-    """Those of a family that have runs and a speed, the baseline's first."""
-    base, found = rows[0], list[_Trained]()
-    for row in (r for r in rows if r.role in ("baseline", "candidate") and r.sets):
-        runs = {r.config.seed: r for r in trials_of(rows, row) if r.status == "ok"}
-        found += [_Trained(row, runs, 1 / (base.images_per_second * row.ratio.value))] if runs else []
+def _trained(study: Study, rows: Sequence[Comparison]) -> list[_Trained]:
+    """Those of a family that have a speed, and runs as long as the longest of the baseline and another; it is first."""
+    timed = [r for r in rows if r.role in ("baseline", "candidate") and r.sets]
+    runs = [_runs(study, r) for r in timed]
+    longest = max(runs[0].keys() & {extent for each in runs[1:] for extent in each}, default=None) if runs else None
+    seconds = [1 / (rows[0].images_per_second * r.ratio.value) for r in timed]
+    every = zip(timed, runs, seconds, strict=True)
+    return [_Trained(row, each[longest], took) for row, each, took in every if longest in each]
+
+
+def _runs(study: Study, row: Comparison) -> dict[tuple[int, int], _Runs]:
+    """Trials of a configuration by their extent: this machine's, and published ones of any, since learning travels."""
+    own = (r for r in study.trials if quality.speaks_for(r, row.code_version))
+    found, work = dict[tuple[int, int], _Runs](), quality.work_of(row.config, loosely=True)
+    for r in (*study.published_trials, *own):
+        if r.status == "ok" and quality.final_loss(r) is not None and quality.work_of(r.config, loosely=True) == work:
+            found.setdefault(quality.extent(r), {})[(*r.cohort[:2], r.config.seed)] = r
     return found
 
 
@@ -259,7 +273,8 @@ def _to_loss(trained: Sequence[_Trained]) -> Iterator[_ToLoss]:
     """
     ours = trained[0]
     for one in trained[1:]:
-        seeds = sorted(ours.runs.keys() & one.runs.keys())  # fewer, where the time was over
+        # Fewer, where the time was over; a seed counts once, whoever tried it.
+        seeds = sorted({key[-1]: key for key in ours.runs if key in one.runs}.values())
         both = [each.runs[seed] for each in (ours, one) for seed in seeds]
         loss = max((float(quality.curve(r)[1].min()) for r in both), default=math.inf)
         if not both or any(quality.curve(r)[1][0] <= loss for r in both):
@@ -286,7 +301,7 @@ def _times_table(trained: Sequence[_Trained]) -> Table:
     ]
 
 
-def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
+def _by_time(trained: Sequence[_Trained], study: Study) -> Figure:
     """Held-out loss of each trainer over its time: images by the seconds that an image takes in the sets."""
     drawn = list[Line]()
     for one in trained:
@@ -303,27 +318,25 @@ def _by_time(trained: Sequence[_Trained], context: str) -> Figure:
         from_zero=False,
         height=3.6,
     )
-    chosen = any(
-        "weights" in look
-        for one in trained
-        for r in one.runs.values()
-        for look in (r.quality or {}).get("held_out", ())
-    )
+    every = [r for one in trained for r in one.runs.values()]
+    chosen = any("weights" in look for r in every for look in (r.quality or {}).get("held_out", ()))
     which = (
         "averaged or trained weights, whichever are better; this trainer and the published code by the former"
         if chosen
         else "averaged weights"
     )
+    machines = sorted({r.machine.name for r in every})
+    where = "" if machines == [study.hardware] else f" Trained on {phrases.joined(machines)}."
     note = (
         "Mean over seeds; shade: lowest and highest seed. Time: images trained on, times the seconds for one in the "
-        f"sets. Others have networks of their own, and are judged by their {which}."
+        f"sets. Others have networks of their own, and are judged by their {which}.{where}"
     )
     title, near = "Held-out loss over time", min(_to_loss(trained), key=lambda f: f.ratio.value, default=None)
     if near is not None:
         slower = f"{phrases.times(near.ratio)} times as long as this trainer"
         undecided = near.ratio.contains(1) or not near.ratio.exists
         title = f"To one held-out loss {near.other.row.label} takes {slower}{': undecided' * undecided}"
-    return lines([plot], title=title, context=context, note=note)
+    return lines([plot], title=title, context=phrases.context(study), note=note)
 
 
 def _is_rival(family: str) -> bool:
