@@ -122,12 +122,16 @@ def test_a_cpu_is_filled_to_four_fifths_and_never_beyond(available: int, fixed: 
 
 
 def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"max": 900 * MIB, "current": 600 * MIB, "stat": f"anon 5\ninactive_file {100 * MIB}"}.items():
-        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
-    monkeypatch.setattr(hardware, "cgroup_levels", lambda: [tmp_path / "none", tmp_path])
+    sizes = {"max": 900, "current": 600, "limit_in_bytes": 900, "usage_in_bytes": 600}
+    for name, size in sizes.items():
+        (tmp_path / f"memory.{name}").write_text(f"{size * MIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {100 * MIB}\ntotal_inactive_file {150 * MIB}\n")
+    monkeypatch.setattr(hardware, "cgroup_levels", lambda _: [tmp_path / "none", tmp_path])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4000 * MIB))
     assert hardware.available_bytes() == 400 * MIB
     (tmp_path / "memory.max").write_text("max\n")
+    assert hardware.available_bytes() == 450 * MIB, "as version 1 has it"
+    (tmp_path / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
     assert hardware.available_bytes() == 4000 * MIB
 
 

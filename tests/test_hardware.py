@@ -35,13 +35,21 @@ JOB = {  # of which the tightest of the groups above holds
     "/sys/fs/cgroup/user/cpu.stat": "throttled_usec 500000\n",
     "/sys/fs/cgroup/cpu.stat": "usage_usec 9\n",
 }
+FIRST_VERSION = {  # in a container, which has the folder of its own group at the top
+    "/proc/self/cgroup": "9:name=systemd:/pod\n3:cpu,cpuacct:/pod\n0::/\n",
+    "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+    "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    "/sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_quota_us": "-1\n",
+    "/sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_period_us": "100000\n",
+    "/sys/fs/cgroup/cpu,cpuacct/cpu.stat": "nr_throttled 2\nthrottled_time 1500000000\n",
+}
 
 
 def test_cores_are_cut_by_the_quota_and_what_it_took_is_read_from_every_level(machine_files: dict[str, str]) -> None:
     """Of sixteen cores; the cores that are left, and the seconds of which a quota held the process back."""
     half = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"}
     nonsense = {"/proc/self/cgroup": "nonsense\n", "/sys/fs/cgroup/cpu.max": "nonsense\n"}
-    for files, found in ((JOB, (3, 2.0)), (half, (1, None)), (nonsense, (16, None))):
+    for files, found in ((JOB, (3, 2.0)), (FIRST_VERSION, (2, 1.5)), (half, (1, None)), (nonsense, (16, None))):
         machine_files.clear()
         machine_files.update(files)
         assert (hardware.usable_cores(), hardware.cgroup_throttled_seconds()) == found, files

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -80,45 +81,50 @@ class Gpu:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its CPU affinity, cut by the quota of its control groups (version 2)."""
+    """Cores this process may use: its CPU affinity, cut by the quota of its control groups."""
     cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def cgroup_levels() -> list[Path]:
-    """Folders of this process's control groups, innermost first; none where there is no version 2 of them."""
+def cgroup_levels(controller: str) -> list[Path]:
+    """Folders of this process's control groups, innermost first: of version 2, and of a controller's of version 1."""
+    found = list[Path]()
     for line in _lines(Path("/proc/self/cgroup")):
-        if line.startswith("0::"):
-            node = Path("/sys/fs/cgroup", line[3:].lstrip("/"))
-            return [node, *node.parents]
-    return []
+        _, controllers, inside = (*line.split(":", 2), "", "")[:3]
+        if not controllers or controller in controllers.split(","):
+            node = Path("/sys/fs/cgroup", controllers, inside.lstrip("/"))
+            found += [node, *node.parents]
+    return list(dict.fromkeys(found))
 
 
 def cgroup_cores() -> float | None:
     """Cores' worth of CPU time that the tightest enclosing cgroup allows; None without a limit."""
     limits = []
-    for level in cgroup_levels():
+    for level in cgroup_levels("cpu"):
+        said = _lines(level / "cpu.max") or [*_lines(level / "cpu.cfs_quota_us"), *_lines(level / "cpu.cfs_period_us")]
         with contextlib.suppress(ValueError):  # no such file, or "max"
-            quota, period = (int(word) for line in _lines(level / "cpu.max") for word in line.split())
-            limits.append(quota / period)
+            quota, period = (int(word) for line in said for word in line.split())
+            limits += [quota / period] * (quota > 0)  # -1 is none
     return min(limits, default=None)
 
 
 def cgroup_throttled_seconds() -> float | None:
     """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
-    lines = [line.split() for level in cgroup_levels() for line in _lines(level / "cpu.stat")]
-    found = [int(words[1]) / 1e6 for words in lines if words[0] == "throttled_usec"]
+    lines = [line.split() for level in cgroup_levels("cpu") for line in _lines(level / "cpu.stat")]
+    units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
+    found = [int(words[1]) * units[words[0]] for words in lines if words[0] in units]
     return sum(found) if found else None
 
 
 def available_bytes() -> int:
     """Main memory that can be used without swapping, cut by what the enclosing cgroups leave."""
     found = [int(psutil.virtual_memory().available)]
-    for level in cgroup_levels():
+    versions = ("max", "current", "inactive_file"), ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    for level, (limit, usage, dropped) in itertools.product(cgroup_levels("memory"), versions):
         with contextlib.suppress(OSError, ValueError, KeyError):  # such a level sets no limit
-            most, taken = (int((level / f"memory.{name}").read_text()) for name in ("max", "current"))
+            most, taken = (int((level / f"memory.{name}").read_text()) for name in (limit, usage))
             said = dict(line.split() for line in _lines(level / "memory.stat"))
-            found.append(max(0, most - taken + int(said["inactive_file"])))  # which the kernel drops
+            found.append(max(0, most - taken + int(said[dropped])))  # which the kernel drops
     return min(found)
 
 
