@@ -5,7 +5,6 @@ import dataclasses
 import os
 import shlex
 import signal
-from functools import partial
 from typing import Any
 
 from ddpm_lab import declared
@@ -43,8 +42,9 @@ EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 def prepare(options: argparse.Namespace) -> int:
     how = given(options, "image_size", "held_out", "skip_bad")
-    dest = expanded(options.dest)
-    manifest = packed.prepare(options.source, dest, progress=partial(say, error=True), **how)
+    dest, progress = expanded(options.dest), Progress("prepare")
+    manifest = packed.prepare(options.source, dest, progress=progress, **how)
+    progress.done("all images are there")
     lines = (f"left out: {line}" for line in manifest.skipped)
     say(f"{options.dest}: {manifest.describe()}", *lines)
     return 0

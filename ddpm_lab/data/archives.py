@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_lab.data.folder import SUFFIXES, DataError, Progress, paced
+from ddpm_lab.data.folder import SUFFIXES, DataError, Progress
 
 ARCHIVE_SUFFIXES = (".7z", ".tar.gz", ".tgz")
 MAX_FILES = 1_000_000
@@ -32,7 +32,7 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith(ARCHIVE_SUFFIXES)
 
 
-def extract(source: Path, dest: Path, *, progress: Progress | None = None) -> Path:
+def extract(source: Path, dest: Path, progress: Progress = id) -> Path:
     """Unpack an archive into PNG or JPEG files under ``dest``, which is created.
 
     A ``.7z`` keeps its own folders (Kaggle's gives ``train/1.png`` ...); members that are not images stay inside. The
@@ -82,7 +82,7 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def _extract_7z(source: Path, dest: Path, progress: Progress | None) -> None:
+def _extract_7z(source: Path, dest: Path, progress: Progress) -> None:
     import py7zr  # noqa: PLC0415 - only this kind of archive needs it, and a bare node may lack it
 
     # The limit stops an archive whose header lies about its sizes.
@@ -98,13 +98,11 @@ def _extract_7z(source: Path, dest: Path, progress: Progress | None) -> None:
         wanted = [m.filename for m in members if m.is_file and m.filename.lower().endswith(SUFFIXES)]
         if not wanted:
             raise DataError(f"{source} holds no PNG or JPEG image; give an archive of images, such as train.7z")
-        if progress is not None:  # once: py7zr's own reports fail it when they fall behind
-            progress(f"unpacking {len(wanted):,} images of {source.name}")
-        archive.extract(dest, targets=wanted)
+        progress(f"unpacking {len(wanted):,} images of {source.name}")
+        archive.extract(dest, targets=wanted)  # py7zr's own reports of progress fail it when they fall behind
 
 
-def _extract_cifar(source: Path, dest: Path, progress: Progress | None) -> None:
-    say = paced(progress)
+def _extract_cifar(source: Path, dest: Path, progress: Progress) -> None:
     written = {"train": 0, "test": 0}
     for split in written:
         (dest / split).mkdir(exist_ok=True)
@@ -113,7 +111,7 @@ def _extract_cifar(source: Path, dest: Path, progress: Progress | None) -> None:
         for pixels in _batch_pixels(content):
             written[split] += 1
             Image.fromarray(pixels).save(dest / split / f"{written[split]}.png", compress_level=1)
-            say(f"wrote {sum(written.values()):,} images of {source.name}")
+            progress(f"wrote {sum(written.values()):,} images of {source.name}")
     if not written["train"]:
         raise DataError(f"{source} holds no CIFAR-10 batches (data_batch_1 ...); give cifar-10-python.tar.gz")
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import struct
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ DECODING_RULE = (
 )
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK_FILES = 10
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]  # called with each line of text, of which ``measure.progress`` shows some
 _DAMAGE = (None, errno.ENOENT, errno.ELOOP, errno.EINVAL)  # of an OSError; any other is no fault of the file
 # Pillow warns of more than 89 megapixels, as of an attack, and refuses twice as many; below these it decodes them.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -143,14 +142,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_files(
-    paths: Sequence[str], out: npt.NDArray[np.uint8], *, keep_going: bool, progress: Progress | None = None
+    paths: Sequence[str], out: npt.NDArray[np.uint8], *, keep_going: bool, progress: Progress = id
 ) -> list[tuple[int, str]]:
     """Decode ``paths[i]`` into ``out[i]``, uint8 (N, S, S, 3), in a thread for each usable core.
 
     Returns position and one-line reason of each file that could not be decoded, in order; without ``keep_going`` the
     work stops at the first ones found.
     """
-    say = paced(progress)
     failures: list[tuple[int, str]] = []
 
     def decode_chunk(start: int) -> list[tuple[int, str]]:
@@ -170,23 +168,7 @@ def decode_files(
                 failures += bad
                 if failures and not keep_going:
                     break
-                say(f"decoded {min(start + CHUNK_FILES, len(paths)):,} of {len(paths):,} images")
+                progress(f"decoded {min(start + CHUNK_FILES, len(paths)):,} of {len(paths):,} images")
         finally:  # at an interrupt too, what is queued never begins
             pool.shutdown(cancel_futures=True)
     return failures
-
-
-def paced(progress: Progress | None) -> Progress:
-    """Wrap ``progress`` so that it is called once a second at most; lines in between are dropped.
-
-    The first line comes after a second, so that quick work stays silent. ``None`` gives a function that does nothing.
-    """
-    last = time.monotonic()
-
-    def report(line: str) -> None:
-        nonlocal last
-        if progress is not None and time.monotonic() - last >= 1.0:
-            last = time.monotonic()
-            progress(line)
-
-    return report

@@ -158,14 +158,14 @@ def open_packed(dest: Path) -> PackedImages:
     return PackedImages(dest=dest, manifest=manifest, images=images, train_indices=trained, held_out_indices=held_out)
 
 
-def prepare(source: str | Path, dest: str | Path, *, progress: Progress | None = None, **how: Any) -> Manifest:
+def prepare(source: str | Path, dest: str | Path, *, progress: Progress = id, **how: Any) -> Manifest:
     """Decode ``source`` into the prepared folder ``dest``; return at once when it is there and still fits.
 
     Args:
         source: a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
         dest: a folder that does not exist, is empty, or was prepared before. Of several processes that prepare the same
             one, one works and the others wait. A build that is killed leaves nothing that looks finished.
-        progress: called with a line of text about once a second.
+        progress: called with a line of text for every few images.
         how: ``image_size``, the side S of the square images in pixels (32); ``held_out``, a folder of images never to
             train on, without which a part of ``source`` is chosen (``split``); and ``skip_bad``, to leave damaged files
             out and list them in the manifest, instead of stopping at the first.
@@ -176,7 +176,7 @@ def prepare(source: str | Path, dest: str | Path, *, progress: Progress | None =
 
 
 def resolve(
-    source: str | Path, cache: str | Path, *, results: Path | None = None, progress: Progress | None = None, **how: Any
+    source: str | Path, cache: str | Path, *, results: Path | None = None, progress: Progress = id, **how: Any
 ) -> Path:
     """Return the prepared folder for ``source``, which may be one itself; otherwise prepare it inside ``cache``.
 
@@ -196,7 +196,7 @@ def resolve(
     if results is not None:
         _check_outside(job, results)
     found = _prepare(job, dest, progress)
-    if found.skipped and progress is not None:
+    if found.skipped:
         getattr(progress, "stay", progress)(f"{found.describe()}: listed in {dest / MANIFEST}")
     return dest
 
@@ -278,14 +278,13 @@ def _check_dest(job: Job, dest: Path) -> None:
         raise DataError(f"{dest} is not empty and not a prepared folder; choose a folder that does not exist yet")
 
 
-def _prepare(job: Job, dest: Path, progress: Progress | None) -> Manifest:
+def _prepare(job: Job, dest: Path, progress: Progress) -> Manifest:
     try:
         _check_dest(job, dest)
         dest.mkdir(parents=True, exist_ok=True)
         with (dest / LOCK).open("a") as held:  # the system frees it when its holder dies, however it dies
             if not lock(held, wait=False):
-                if progress is not None:
-                    progress(f"waiting for another process that prepares {dest}")
+                progress(f"waiting for another process that prepares {dest}")
                 lock(held)
             return _prepared(job, dest, progress)
     except OSError as error:
@@ -294,7 +293,7 @@ def _prepare(job: Job, dest: Path, progress: Progress | None) -> Manifest:
         raise DataError(f"cannot prepare {dest}: {error.strerror or error}{where}; {way_out}") from error
 
 
-def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
+def _prepared(job: Job, dest: Path, progress: Progress) -> Manifest:
     held_out = _listed(job.held_out) if job.held_out else []
     files = _listed(job.source) if job.kind == "folder" else []
     if len(files) == 1 and not job.held_out:
@@ -314,7 +313,7 @@ def _prepared(job: Job, dest: Path, progress: Progress | None) -> Manifest:
     try:
         root = job.source
         if job.kind == "archive":
-            root = archives.extract(job.source, dest / UNPACKED, progress=progress)
+            root = archives.extract(job.source, dest / UNPACKED, progress)
         elif job.kind == "synthetic":
             synthetic.write_folder(root := dest / UNPACKED, job.image_size, progress)
         sources = [(root, files or _listed(root)), *([(job.held_out, held_out)] if job.held_out else [])]
@@ -347,7 +346,7 @@ _Sources = list[tuple[Path, list[ImageFile]]]
 
 
 def _decode(
-    job: Job, path: Path, sources: _Sources, progress: Progress | None
+    job: Job, path: Path, sources: _Sources, progress: Progress
 ) -> tuple[npt.NDArray[np.uint8], _Sources, list[str]]:
     """Decode all images into an array mapped from ``path``: uint8 (N, S, S, 3).
 
@@ -375,7 +374,7 @@ def _decode(
             raise DataError(f"{bad} and too few are left; check them")
 
 
-def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progress | None) -> Manifest:
+def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progress) -> Manifest:
     """Decode, split and write a prepared folder. Raises DataError for damaged files."""
     array, sources, skipped = _decode(job, dest / IMAGES, sources, progress)
     held_out_indices, unused_indices = split(array, len(sources[0][1]) if job.held_out else None)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_lab.data.folder import Progress, paced
+from ddpm_lab.data.folder import Progress
 
 DEFAULT_COUNT = 2_000
 GENERATOR_VERSION = 1
@@ -59,11 +59,10 @@ def _block(number: int, image_size: int) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def write_folder(folder: Path, image_size: int, progress: Progress | None) -> None:
+def write_folder(folder: Path, image_size: int, progress: Progress) -> None:
     """Write ``folder/train/1.png`` ... of DEFAULT_COUNT images, creating the folder."""
-    say = paced(progress)
     train = folder / "train"
     train.mkdir(parents=True, exist_ok=True)
     for number, pixels in enumerate(generate(DEFAULT_COUNT, image_size), 1):
         Image.fromarray(pixels).save(train / f"{number}.png", compress_level=1)
-        say(f"wrote {number:,} of {DEFAULT_COUNT:,} synthetic images")
+        progress(f"wrote {number:,} of {DEFAULT_COUNT:,} synthetic images")
