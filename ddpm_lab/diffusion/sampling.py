@@ -37,8 +37,7 @@ class Step(NamedTuple):
 def ddpm_steps(diffusion: Diffusion, steps: int) -> list[Step]:
     """Ancestral sampling with the posterior variance (Ho et al. 2020, algorithm 2), first step to last.
 
-    ``steps`` fewer than T walk the respaced process of Nichol & Dhariwal 2021, section 4. Raises ValueError for a
-    number of steps outside 1..T.
+    ``steps`` is at most T; fewer walk the respaced process of Nichol & Dhariwal 2021, section 4.
     """
     times, previous, one, zero = _walk(diffusion, steps)
     of_x0, variance = diffusion.posterior(one, zero, times, previous)
@@ -47,7 +46,7 @@ def ddpm_steps(diffusion: Diffusion, steps: int) -> list[Step]:
 
 
 def ddim_steps(diffusion: Diffusion, steps: int) -> list[Step]:
-    """DDIM without noise (Song et al. 2021, eq. 12), first step to last. Raises ValueError as ``ddpm_steps``."""
+    """DDIM without noise (Song et al. 2021, eq. 12), first step to last."""
     times, previous, one, zero = _walk(diffusion, steps)
     alpha_bar_previous = diffusion.alpha_bar_before(previous).view_as(one)
     towards_noise = (1 - alpha_bar_previous).sqrt()
@@ -74,22 +73,17 @@ def denoise(network: Network, step: Step, x: Tensor, noise: Callable[[], Tensor]
     return following
 
 
-def _sampling_timesteps(timesteps: int, steps: int) -> list[int]:
-    """``steps`` timesteps evenly from ``timesteps`` - 1 down to 0, both ends included; one step is the first alone."""
-    if not 1 <= steps <= timesteps:
-        raise ValueError(f"steps is {steps}: give a whole number from 1 to the {timesteps} timesteps of the process")
-    return [round(float(t)) for t in np.linspace(timesteps - 1, 0, steps)]
-
-
 SAMPLERS = {"ddpm": ddpm_steps, "ddim": ddim_steps}
 
 
 def _walk(diffusion: Diffusion, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The timesteps (S,) that are walked, to each the next (-1 is x0 itself), and ones and zeros (S, 1, 1, 1), float64.
 
-    A formula that is linear in images gives for ones and zeros its weights.
+    They are spaced evenly from T - 1 down to 0, both ends included; one step is the first alone. A formula that is
+    linear in images gives for ones and zeros its weights.
     """
-    times = torch.tensor(_sampling_timesteps(diffusion.timesteps, steps), device=diffusion.alpha_bar.device)
+    evenly = np.linspace(diffusion.timesteps - 1, 0, steps).round()
+    times = torch.tensor(evenly, dtype=torch.long, device=diffusion.alpha_bar.device)
     one = torch.ones((len(times), 1, 1, 1), dtype=torch.float64, device=times.device)
     return times, torch.cat((times[1:], times.new_tensor([-1]))), one, torch.zeros_like(one)
 
