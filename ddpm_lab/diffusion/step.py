@@ -81,15 +81,6 @@ def channels_last_seen(network: nn.Module) -> bool | None:
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
-_MODES = {
-    (False, False): "default",
-    (True, False): "reduce-overhead",
-    (True, True): "max-autotune",
-    (False, True): "max-autotune-no-cudagraphs",
-}
-"""Mode of compilation by whether inductor makes CUDA graphs, and whether it chooses kernels by timing them."""
-
-
 def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     """What was compiled of ``model`` and how, read back from torch; a silent fall-back to eager compiles no frames.
 
@@ -117,7 +108,8 @@ def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     seen["compile"] = "whole" if whole else "regional"
     made: list[Any] = [model] if whole else [getattr(m, "_compiled_call_impl", None) for m in model.modules()]
     asked = (m.get_compiler_config() for m in made if hasattr(m, "get_compiler_config"))
-    modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in asked if c}
+    graphs = {True: "reduce-overhead", False: "default"}
+    modes = {"max-autotune" if c["max_autotune"] else graphs[c["triton.cudagraphs"]] for c in asked if c}
     if modes:
         seen["compile_mode"] = " and ".join(sorted(modes))
     if modes & {"reduce-overhead", "max-autotune"}:
@@ -189,13 +181,8 @@ class Feed:
 
     def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         self.packed = packed = open_packed(Path(config.data))
-        plan = Plan(
-            stream=EpochStream(packed.train_indices, config.seed, mirror=config.mirror),
-            global_batch_size=config.global_batch_size,
-            rank=context.rank,
-            world_size=context.world_size,
-            start_step=start_step,
-        )
+        stream = EpochStream(packed.train_indices, config.seed, mirror=config.mirror)
+        plan = Plan(stream, config.global_batch_size, context.rank, context.world_size, start_step)
         how: dict[str, Any] = {"workers": config.loader_workers, "channels_last": config.channels_last}
         self.loader = open_loader(config.loader, packed, plan, device=context.device, **how)
         self.images = 0

@@ -74,8 +74,7 @@ class OwnFeed(Feed):
             raise ValueError(f"{name}: data holds no sample")
         self._data = data
         stream = EpochStream(np.arange(self.samples), config.seed)
-        share = {"global_batch_size": config.global_batch_size, "rank": context.rank, "world_size": context.world_size}
-        plan = Plan(stream=stream, **share)
+        plan = Plan(stream, config.global_batch_size, context.rank, context.world_size)
         self._drawn = plan.draws()
         self.loader = dataset_loader(
             data,
