@@ -128,7 +128,7 @@ class ExchangeConfig:
 
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256", "mirror")
 """Settings that determine what is learned, in addition to the optimizer's."""
-PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
+PARTS = ("diffusion", "optimizer", "exchange")
 SAME_WEIGHTS: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
 """Settings that do not change the learned weights at all, with the values to use where only the weights matter."""
 LATER = ("mirror",)
@@ -299,11 +299,11 @@ class RunConfig:
     @cached_property
     def chosen(self) -> dict[str, Any]:
         """The settings that are not at their defaults, as plain values."""
-        values, usual = self.as_dict(), _usual()
-        for part, _ in PARTS:
-            values[part] = {k: v for k, v in values[part].items() if v != usual[part][k]}
-        parts = dict(PARTS)
-        return {k: v for k, v in values.items() if (v if k in parts else v != usual[k])}
+        usual = _usual()
+        found = {name: value for name, value in self.as_dict().items() if value != usual[name]}
+        for part in found.keys() & set(PARTS):
+            found[part] = {k: v for k, v in found[part].items() if v != usual[part][k]}
+        return found
 
     def option(self, name: str, default: Any) -> Any:
         """Return the workload's own setting ``name``, or ``default`` if it is not set."""
@@ -311,10 +311,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings as plain values, ready for JSON."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name, kind in PARTS:
-            values[name] = {f.name: getattr(values[name], f.name) for f in dataclasses.fields(kind)}
-        values["options"] = dict(self.options)
+        values: dict[str, Any] = {**dataclasses.asdict(self), "options": dict(self.options)}
         values["optimizer"]["betas"] = list(self.optimizer.betas)
         return values
 

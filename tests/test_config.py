@@ -59,9 +59,9 @@ def test_every_setting_but_the_data_folder_is_part_of_the_identity_and_survives(
 
 def test_so_is_every_setting_of_its_parts() -> None:
     usual = RunConfig(world_size=2, device="cuda")
-    kind: Any
     ids = {usual.run_id}
-    for part, kind in PARTS:
+    for part in PARTS:
+        kind: Any = type(getattr(usual, part))
         assert set(INSIDE[part]) == {f.name for f in dataclasses.fields(kind)}
         for name, value in INSIDE[part].items():
             needs = {"loss": "l2"} if name == "min_snr_gamma" else {}
