@@ -27,11 +27,6 @@ CIFAR_SIDE = 32
 _BATCH = re.compile(r"(?:data_batch_[0-9]+|test_batch)")
 
 
-def is_archive(path: Path) -> bool:
-    """Whether the name is that of an archive that ``extract`` takes."""
-    return path.name.lower().endswith(ARCHIVE_SUFFIXES)
-
-
 def extract(source: Path, dest: Path, progress: Progress = id) -> Path:
     """Unpack an archive into PNG or JPEG files under ``dest``, which is created.
 

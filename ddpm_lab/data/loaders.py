@@ -239,7 +239,6 @@ def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: Scale)
     stream.wait_stream(torch.cuda.current_stream(device))
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     for step, indices, numbers in _numbered(plan, rows):
-        # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
         pixels = rows.gather(numbers, torch.empty(len(numbers), rows.width, dtype=torch.uint8, pin_memory=True))
         with torch.cuda.stream(stream):
             images = scale(pixels.to(device, non_blocking=True))

@@ -85,10 +85,6 @@ class Manifest:
         parts += [f"{equal:,} left out of training as equal to a held-out image"] if equal else []
         return ", ".join([*parts, *([f"{damaged:,} damaged files left out"] if damaged else [])])
 
-    def to_json(self) -> str:
-        """Write as one JSON object, with ``count`` for readers that know nothing of the rest."""
-        return json.dumps({"count": self.count, **asdict(self)}, indent=1) + "\n"
-
 
 class PackedImages(NamedTuple):
     """An opened prepared folder. ``images`` is read-only and mapped: uint8 (N, S, S, 3); indices are sorted int64."""
@@ -227,7 +223,7 @@ def _job(source: str | Path, image_size: int = 32, held_out: str | Path | None =
         kind, path = "synthetic", Path(SYNTHETIC)
     else:
         path = expanded(source).absolute()
-        kind = "archive" if archives.is_archive(path) and path.is_file() else "folder"
+        kind = "archive" if path.name.lower().endswith(archives.ARCHIVE_SUFFIXES) and path.is_file() else "folder"
         if not path.exists():
             raise DataError(f"no such data: {path}; give a folder of images, an archive, or 'synthetic'")
         if kind == "folder" and not path.is_dir():
@@ -396,7 +392,8 @@ def _build(job: Job, dest: Path, mark: str, sources: _Sources, progress: Progres
     for name in (IMAGES, FILES):
         with (dest / name).open("r+b") as file:
             os.fsync(file.fileno())
-    replace(dest / MANIFEST, manifest.to_json(), durable=True)  # last: it vouches for the rest
+    text = json.dumps({"count": manifest.count, **asdict(manifest)}, indent=1)  # its count for readers of no more
+    replace(dest / MANIFEST, f"{text}\n", durable=True)  # last: it vouches for the rest
     return manifest
 
 
