@@ -78,14 +78,11 @@ class Inference:
             self.model = torch.compile(self.network, mode=config.compile_mode)
 
     def _prepared(self, network: AnyUNet) -> AnyUNet:
-        """A copy in the memory format asked for, whose weights are rounded once to what autocast would round them to.
+        """A copy whose weights are rounded once to what autocast would round them to.
 
         Autocast keeps a rounded weight only within its context, and only if the weight needs gradients.
         """
-        network = copy.deepcopy(network).requires_grad_(False).to(self.device)
-        for parameter in network.parameters():
-            if parameter.ndim == 4:  # only these have a memory format
-                parameter.data = parameter.data.contiguous(memory_format=self.format)
+        network = placed(copy.deepcopy(network).requires_grad_(False), self.config, self.device)
         if (dtype := AUTOCAST.get(self.config.precision)) is not None:
             for module in network.modules():
                 if isinstance(module, UpsampledConv2d):

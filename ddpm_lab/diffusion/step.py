@@ -66,12 +66,6 @@ def adam(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.A
     )
 
 
-def _adam_seen(optimizer: torch.optim.Optimizer) -> str:
-    """How an optimizer computes its step, read back from it."""
-    group = optimizer.param_groups[0]
-    return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
-
-
 def channels_last_seen(network: nn.Module) -> bool | None:
     """Whether the first convolution of more than a pixel and a channel is channels-last; None where there is none."""
     layers = (m for m in network.modules() if isinstance(m, nn.Conv2d))
@@ -357,7 +351,8 @@ class Step(ABC):
         seen = {**compile_seen(self.config, self.model), "parameters": sum(p.numel() for p in self.parameters)}
         seen |= self.data.witness()
         if self.has_adam:
-            seen["adam"] = _adam_seen(self.optimizer)
+            group = self.optimizer.param_groups[0]
+            seen["adam"] = "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
         if self.context.world_size > 1:
             seen["exchange_enabled"] = self.ddp is not None
         if self.ddp:
