@@ -123,7 +123,10 @@ def reader(hint: Any, opt: Opt | None = None, remedy: str = "") -> Reader:
         found = partial(_listed, reader(inner[0], opt))
     elif origin is tuple:
         found = partial(_tuple, inner, [reader(kind, opt) for kind in inner if kind is not ...], opt)
-    elif origin is dict:
+    elif isinstance(hint, type) and issubclass(hint, tuple):
+        kinds = [*typing.get_type_hints(hint).values()]
+        found = partial(_named_tuple, hint, kinds, [*map(reader, kinds)])
+    elif origin in (dict, Mapping):
         found = partial(_dictionary, reader(inner[1]))
     elif dataclasses.is_dataclass(hint):
         found = _table_reader(typing.cast(Any, hint))
@@ -178,6 +181,10 @@ def _optional(read: Reader | None, value: Any, place: str) -> Any:
 
 def _dictionary(read: Reader, table: Any, place: str) -> dict[str, Any]:
     return {name: read(value, f"{place}.{name}") for name, value in _expected(dict, table, place).items()}
+
+
+def _named_tuple(made: Any, kinds: Sequence[Any], reads: Sequence[Reader], values: Any, place: str) -> Any:
+    return made(*_tuple(kinds, reads, None, values, place))
 
 
 def _listed(read: Reader, values: Any, place: str) -> tuple[Any, ...]:

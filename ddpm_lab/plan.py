@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.declared import Opt, validate
+from ddpm_lab.declared import Opt, reader, validate
 
 USUAL_TURNS = 12  # assumed for a set until its number of turns is computed
 LEAST_SETS = 4  # with fewer sets the ratio is shown without a verdict
@@ -159,7 +159,7 @@ class Space:
 
     baseline: RunConfig
     settings: Mapping[str, tuple[Value, ...]]
-    guess: Cell = ()
+    guess: Annotated[Cell, Opt(least=0)] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (label, reason)
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, keys)
     preset: str = ""
@@ -196,15 +196,10 @@ class Space:
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> "Space":
-        """Rebuild a space from ``as_dict``."""
-        return cls(
-            baseline=baseline,
-            settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
-            guess=tuple(values["guess"]),
-            left_out=tuple((label, reason) for label, reason in values["left_out"]),
-            only=tuple((name, tuple(keys)) for name, keys in values.get("only", ())),
-            preset=values.get("preset", ""),
-        )
+        """Rebuild a space from ``as_dict``; earlier ones held more. Raises ConfigError for anything else."""
+        kept = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        found: Space = reader(cls)({**kept, "baseline": baseline}, "space")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.config import HOOKS, LATER, PRECISIONS, TRIAL_OPTIONS, RunConfig
 from ddpm_lab.declared import Entries, Opt, reader
 from ddpm_lab.output import printable
-from ddpm_lab.plan import Plan
+from ddpm_lab.plan import Plan, Space
 
 SCHEMA = 4
 Count = Annotated[int, Opt(least=0)]
@@ -234,15 +234,6 @@ PARTS = Entries(
     trainer=str | None,
     codes=tuple[str, ...],
 )
-SPACE = Entries(  # as plan.Space writes it
-    {
-        "settings": dict[str, tuple[tuple[str, str, dict[str, Any]], ...]],
-        "guess": tuple[Count, ...],
-        "left_out": tuple[tuple[str, str], ...],
-    },
-    only=tuple[tuple[str, tuple[str, ...]], ...],
-    preset=str,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +272,7 @@ class RunRecord:
     witness: Annotated[dict[str, Any], PARTS] = field(default_factory=dict)
     profile: Annotated[dict[str, Any], PROFILE] | None = None
     quality: Annotated[dict[str, Any], PARTS] | None = None
-    space: Annotated[dict[str, Any], SPACE] | None = None
+    space: dict[str, Any] | None = None
     look: Annotated[dict[str, Any], PARTS] | None = None
     schema: int = SCHEMA
 
@@ -325,7 +316,8 @@ class RunRecord:
         needed = {"quality": TRIED, "look": ("sets", "log_ratios")}.get(found.role, ()) if found.status == "ok" else ()
         if lacks := [name for name in needed if name not in (values.get(found.role) or ())]:
             raise ValueError(f"{found.role}.{lacks[0]} is missing")
-        if math.prod(map(len, (found.space or {"settings": {}})["settings"].values())) > MOST_COMBINATIONS:
+        space = Space.from_dict(found.config, found.space) if found.space is not None else None
+        if space and math.prod(map(len, space.settings.values())) > MOST_COMBINATIONS:
             raise ValueError(f"space has more than {MOST_COMBINATIONS:,} combinations")
         texts = {name: getattr(found, name) for name in ("experiment", "family", "label")}
         texts["machine"] = found.machine.name
