@@ -76,7 +76,10 @@ def multi_gpu(
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    if setup.splits_scaling(lost_scaling) and (split := lost.lost_scaling(setup, ranks, batches, settings)):
+    if setup.own and lost_scaling:
+        raise ConfigError(f"lost_scaling splits the step of the lab's own trainer, not that of {setup.own.name}")
+    splits = full and not setup.own if lost_scaling is None else lost_scaling
+    if splits and (split := lost.lost_scaling(setup, ranks, batches, settings)):
         families.append(split)
     elif lost_scaling and (ranks or world_sizes is not None):
         sizes = ", ".join(map(str, batches))

@@ -48,7 +48,7 @@ def workers(
         (f"training, {setup.family_name(batch)}, {setup.precision_name(p)}", {"precision": p}) for p in formats
     ]
     if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
-        kinds.append((f"loader alone, {setup.loader_name(batch)}", {"workload": LOADER_ALONE}))
+        kinds.append((f"loader alone, {setup.family_name(batch, trained=False)}", {"workload": LOADER_ALONE}))
     for name, settings in kinds:
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
         label = partial(phrases.plural, noun="worker")

@@ -248,9 +248,21 @@ class Setup:
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
         return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' * (ranks > 1)}{hosts}"
 
-    def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
-        """Return the readable name of a family: the network or training, batch, image size and ranks."""
-        return ", ".join([self.own.name if self.own else self.network, *self._words(batch, ranks, per_rank)])
+    def family_name(
+        self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False, trained: bool = True
+    ) -> str:
+        """Return the readable name of a family: the network or training, batch, image size and ranks.
+
+        A network that is not ``trained``, as where the loader is measured alone, is left out.
+        """
+        size = self.images.image_size
+        words = (
+            self.own.name if self.own else self.network * trained,
+            f"batch {batch}{' per rank' * per_rank}" if batch else "",
+            f"{size}x{size} pixels" if size != 32 else "",
+            self.ranks_label(ranks) if ranks else "",
+        )
+        return ", ".join(filter(None, words))
 
     @property
     def plain_precision(self) -> str:
@@ -266,16 +278,6 @@ class Setup:
         """Return a readable name of a number format."""
         return "own number format" if self.own and self.own.own_format else precision
 
-    def splits_scaling(self, asked: bool | None) -> bool:
-        """Return whether to split the lost scaling into its causes; if ``asked`` is None, only in ``full``."""
-        if self.own and asked:
-            raise ConfigError(f"lost_scaling splits the step of the lab's own trainer, not that of {self.own.name}")
-        return self.preset == "full" and not self.own if asked is None else asked
-
-    def loader_name(self, batch: int) -> str:
-        """Return the readable name of a family that measures the loader alone."""
-        return self.family_name(batch) if self.own else ", ".join(self._words(batch))
-
     @property
     def why_alone(self) -> str:
         """The reason why a machine with one device does not measure two ranks."""
@@ -289,13 +291,6 @@ class Setup:
         """The number of cores that can be used, such as "4 free cores"."""
         kind = "free" if self.limited else "usable"
         return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
-
-    def _words(self, batch: int | None, ranks: int | None = None, per_rank: bool = False) -> list[str]:
-        """Return the batch, the image size unless it is 32, and the ranks in words; None leaves one out."""
-        size = self.images.image_size
-        pixels = f"{size}x{size} pixels" if size != 32 else ""
-        step = f"batch {batch}{' per rank' * per_rank}" if batch else ""
-        return [word for word in (step, pixels, self.ranks_label(ranks) if ranks else "") if word]
 
 
 def usual_device(device: str | None) -> str:
