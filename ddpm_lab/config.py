@@ -250,7 +250,6 @@ class RunConfig:
 
     @property
     def is_own(self) -> bool:
-        """Whether the user's own training runs."""
         return self.workload in (OWN, OWN_LOADER)
 
     @property
@@ -306,7 +305,6 @@ class RunConfig:
         return found
 
     def option(self, name: str, default: Any) -> Any:
-        """Return the workload's own setting ``name``, or ``default`` if it is not set."""
         return dict(self.options).get(name, default)
 
     def as_dict(self) -> dict[str, Any]:
@@ -341,5 +339,4 @@ class RunConfig:
 
 @cache
 def _usual() -> dict[str, Any]:
-    """Return every setting at its default value."""
     return RunConfig().as_dict()

@@ -286,5 +286,4 @@ def _value(kind: Any, text: str) -> Any:
 
 
 def comma_separated(kind: Any, text: str) -> list[Any]:
-    """Values with commas between them."""
     return [_value(kind, each) for each in text.split(",")]

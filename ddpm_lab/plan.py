@@ -66,7 +66,6 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset called ``name``. Raises ConfigError if there is none."""
     choice("preset", name, PRESETS)
     return PRESETS[name]
 

@@ -96,9 +96,6 @@ class Environment:
     load_before: Amount | None
     date: str  # ISO 8601 with the offset from UTC
 
-    def __post_init__(self) -> None:
-        moment(self.date)
-
 
 def moment(date: object) -> float:
     """Return seconds since 1970 for an ISO 8601 date with a UTC offset. Raises ValueError for anything else."""
@@ -294,7 +291,6 @@ class RunRecord:
 
     @property
     def date(self) -> str:
-        """The date of the measurement in ISO 8601."""
         return self.environment.date
 
     def as_dict(self) -> dict[str, Any]:

@@ -82,7 +82,6 @@ class PixelRows:
                 self._rows[len(pixels) + start :][: len(part)] = mirrored(part, self.side)
 
     def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """The rows of the images ``indices``, mirrored where ``flips``."""
         found = torch.from_numpy(indices + self._count * flips)
         # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
         return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found

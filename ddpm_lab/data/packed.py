@@ -208,7 +208,6 @@ class Job(NamedTuple):
 
     @property
     def given(self) -> list[Path]:
-        """The user's own files."""
         return [path for path in (self.source, self.held_out) if path and path != Path(SYNTHETIC)]
 
     def options(self) -> list[object]:

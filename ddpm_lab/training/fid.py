@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddpm_lab import plan
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import Manifest, open_packed
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
@@ -39,7 +39,6 @@ def plan_fid(inception: str, images: int, manifest: Manifest | None) -> plan.Fid
     Raises ConfigError where a package or the file is missing, the file holds anything else, or the data has fewer
     images to train on.
     """
-    whole("fid_images", images, 2)
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"a FID needs {package}, which is not installed: {INSTALL}")

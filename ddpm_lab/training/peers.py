@@ -151,7 +151,6 @@ class Peer(Step):
         super().__init__(config, context, theirs.model)
 
     def loss(self, batch: Batch, part: slice) -> Tensor:
-        """Mean loss of this rank's share, on the device."""
         mark = self.context.mark
         mark("copy")
         images = batch.images[part].to(self.device, non_blocking=True)
@@ -176,5 +175,4 @@ class Peer(Step):
         return {**best[0], "weights": best[1]}
 
     def witness(self) -> dict[str, Any]:
-        """What runs, read back from the objects that run."""
         return {**super().witness(), **self.theirs.seen()}

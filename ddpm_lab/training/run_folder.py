@@ -67,11 +67,9 @@ class RunFolder:
         os.close(self._lock)
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
         return self.checkpoints / f"step-{step:08d}.pt"
 
     def keep(self, count: int) -> None:
-        """Remove all but the newest ``count`` checkpoints."""
         for path in checkpoints_in(self.checkpoints)[count:]:
             path.unlink(missing_ok=True)
 

@@ -234,7 +234,6 @@ class Setup:
         return sorted(set(asked))
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError if there are more ranks than devices."""
         each = ranks // self.nodes(ranks)
         check_ranks(self.device, each, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
 
@@ -275,7 +274,6 @@ class Setup:
         return "fp32" if self.own and self.own.own_format else "bf16"
 
     def precision_name(self, precision: str) -> str:
-        """Return a readable name of a number format."""
         return "own number format" if self.own and self.own.own_format else precision
 
     @property
@@ -450,6 +448,5 @@ def with_own(setup: Setup, own: Own) -> Setup:
 
 
 def nothing_asked(question: str, setup: Setup) -> Experiment:
-    """Return an experiment that measures nothing and states the reason."""
     left_out = (setup.family_name(None), WHOLE_QUESTION, setup.own.lacks(question) if setup.own else "")
     return Experiment(name=question, families=(), left_out=(left_out,), asked=setup.config())

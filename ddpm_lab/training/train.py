@@ -51,7 +51,6 @@ class Trainer(Step):
         self.seen: dict[str, Any] = {}
 
     def loss(self, batch: Batch, part: slice) -> Tensor:
-        """Mean loss of the images ``part`` of this rank's share, on the device."""
         mark = self.context.mark
         mark("copy")
         x0 = batch.images[part].to(self.device, non_blocking=True)

@@ -268,7 +268,6 @@ class _Run:
     unasked: Path | None = None  # a checkpoint that stays until the next one, beside those that are kept
 
     def train(self) -> Outcome:
-        """Start the ranks and train on."""
         # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known. What was
         # compiled would be compiled anew.
         chosen = not self.config.threads and self.config.compile == "off"
