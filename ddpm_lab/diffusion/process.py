@@ -6,7 +6,6 @@ alpha_bar_t = alpha_1 ... alpha_t. Timesteps count from 0 here, so the paper's t
 
 import math
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -40,21 +39,16 @@ class Diffusion:
     runs of one seed see the same ones.
     """
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: DiffusionConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.timesteps = config, config.timesteps
         self.betas = (linear_betas if config.schedule == "linear" else cosine_betas)(config.timesteps)
-        self.alpha_bar = torch.cumprod(1 - self.betas, 0)
+        alpha_bar = torch.cumprod(1 - self.betas, 0)
         # Weights (T,) of the squared error (Hang et al. 2023, section 3.4): min(SNR, gamma) on x0. The errors of the
         # other objectives are multiples of the error of x0, which the divisors undo.
-        snr = self.alpha_bar / (1 - self.alpha_bar)
+        snr = alpha_bar / (1 - alpha_bar)
         divisor = {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[config.objective]
-        self.loss_weight = snr.clamp(max=config.min_snr_gamma or math.inf) / divisor  # without a gamma of no use
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the tables to ``device`` and return self."""
-        self.betas, self.alpha_bar = self.betas.to(device), self.alpha_bar.to(device)
-        self.loss_weight = self.loss_weight.to(device)
-        return self
+        weight = snr.clamp(max=config.min_snr_gamma or math.inf) / divisor  # without a gamma of no use
+        self.alpha_bar, self.loss_weight = alpha_bar.to(device), weight.to(device)
 
     def signal_and_noise(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """sqrt(alpha_bar_t) and sqrt(1 - alpha_bar_t), each (N, 1, 1, 1), for integer t (N,), in ``like``'s dtype."""

@@ -35,7 +35,7 @@ class Trainer(Step):
         device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.data = Feed(config, context, start_step=start_step)
-        self.diffusion = Diffusion(config.diffusion).to(device)
+        self.diffusion = Diffusion(config.diffusion, device)
         torch.manual_seed(config.seed)  # the same initial weights on every rank
         network = configured_network(config, device)
         self.ema = copy.deepcopy(network).requires_grad_(False)

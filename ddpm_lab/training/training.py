@@ -74,7 +74,7 @@ def held_out_loss(step: Optimized, network: Callable[[Tensor, Tensor], Tensor], 
     alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
     """
     packed, device = step.data.packed, step.device
-    diffusion = Diffusion(step.config.diffusion).to(device)
+    diffusion = Diffusion(step.config.diffusion, device)
     allow_tf32(False)
     generator = torch.Generator().manual_seed(_SEED)
     order = torch.randperm(len(packed.held_out_indices), generator=generator)
