@@ -23,7 +23,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.diffusion.kernels import State
 from ddpm_lab.diffusion.process import Diffusion, Network
-from ddpm_lab.diffusion.sampling import SAMPLERS, Step, denoise, image_grid
+from ddpm_lab.diffusion.sampling import SAMPLERS, denoise, image_grid, walk
 from ddpm_lab.files import lock
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -42,15 +42,6 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def process(schedule: str = "linear", timesteps: int = 1000, objective: str = "noise") -> Diffusion:
     return Diffusion(DiffusionConfig(schedule=schedule, timesteps=timesteps, objective=objective))
-
-
-def walked(network: Network, steps: list[Step], shape: tuple[int, int, int, int], seed: int = 0) -> Tensor:
-    """Images by all steps, from noise of the same generator."""
-    source = generator(seed)
-    x = torch.randn(shape, generator=source)
-    for step in steps:
-        x = denoise(network, step, x, lambda: torch.randn(shape, generator=source))
-    return x
 
 
 def gaussian_noise_predictor(diffusion: Diffusion) -> Network:
@@ -73,7 +64,10 @@ def test_exact_predictor_recovers_the_data() -> None:
     # DDPM walks every step: the posterior variance leaves out what is uncertain in x0, which is small for small steps.
     for schedule, (sampler, count) in product(("linear", "cosine"), (("ddpm", 1000), ("ddim", 250))):
         diffusion = process(schedule)
-        images = walked(gaussian_noise_predictor(diffusion), SAMPLERS[sampler](diffusion, count), (64, 3, 4, 4))
+        network, source = gaussian_noise_predictor(diffusion), generator()
+        images, *draws = torch.randn((1 + count, 64, 3, 4, 4), generator=source)
+        for step in walk(1000, count):
+            images = denoise(network, diffusion, sampler, images, step, noise=draws.pop)
         error = 0.02 * DEVIATION + 5 * DEVIATION / math.sqrt(images.numel())
         assert images.mean().item() == pytest.approx(MEAN, abs=error)
         assert images.std().item() == pytest.approx(DEVIATION, rel=0.05)
@@ -99,14 +93,14 @@ def test_a_step_is_its_equation_to_single_precision(objective: str) -> None:
     """Also at the first steps, where x0 is a small difference of large numbers. The equation is in double precision."""
     for schedule, (sampler, count) in product(("linear", "cosine"), (("ddpm", 1000), ("ddpm", 50), ("ddim", 250))):
         diffusion = process(schedule, objective=objective)
-        steps = SAMPLERS[sampler](diffusion, count)
+        steps = walk(1000, count)
         for index in {0, 1, 2, count // 2, count - 3, count - 2, count - 1}:
             x, other = torch.randn((2, 2, 3, 5, 7), generator=generator(index))
             z = torch.randn(x.shape, generator=generator(count))
             prediction = 0.95 * x + 0.3 * other
-            previous = steps[index + 1].time if index + 1 < count else -1
-            given = prediction.double(), x.double(), steps[index].time, previous, z.double()
-            actual = denoise(lambda _, __, p=prediction: p, steps[index], x, lambda z=z: z)  # type: ignore[misc]
+            given = prediction.double(), x.double(), *steps[index], z.double()
+            predict: Network = lambda _, __, p=prediction: p  # type: ignore[misc]  # noqa: E731
+            actual = denoise(predict, diffusion, sampler, x, steps[index], noise=lambda z=z: z)  # type: ignore[misc]
             torch.testing.assert_close(actual.double(), equation(diffusion, sampler, *given), rtol=5e-7, atol=5e-7)
 
 
@@ -116,11 +110,12 @@ def test_a_step_is_its_equation_to_single_precision(objective: str) -> None:
 def test_a_step_never_waits_for_the_device(never_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     source = torch.Generator("cuda").manual_seed(0)
     x = torch.randn((2, 3, 8, 8), generator=source, device="cuda")
-    for sampler in SAMPLERS.values():
-        steps = sampler(process(timesteps=20), 10)
+    diffusion = Diffusion(DiffusionConfig(timesteps=20), "cuda")
+    for sampler in SAMPLERS:
         with never_waiting():
-            for step in steps:
-                x = denoise(wobbly, step, x, lambda: torch.randn((2, 3, 8, 8), generator=source, device="cuda"))
+            for step in walk(20, 10):
+                z = torch.randn((2, 3, 8, 8), generator=source, device="cuda")
+                x = denoise(wobbly, diffusion, sampler, x, step, noise=lambda z=z: z)  # type: ignore[misc]
 
 
 def test_image_grid_places_and_scales() -> None:
@@ -264,7 +259,7 @@ def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks])
 def test_no_two_images_of_a_seed_begin_with_the_same_noise() -> None:
     """These two numbers have the same 32 bits, which are all that a generator of torch takes."""
     evaluate = SimpleNamespace(config=RunConfig(image_size=8), device=torch.device("cpu"))
-    first, second = generate(cast(Any, evaluate), [], [2912, 57954], print)
+    first, second = generate(cast(Any, evaluate), "ddim", 0, [2912, 57954], print)
     assert not torch.equal(first, second)
 
 

@@ -19,9 +19,8 @@ from ddpm_lab.data.draws import rank_share
 from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.reference import restore
-from ddpm_lab.diffusion.sampling import SAMPLERS, Step, ddim_steps, denoise, image_grid
-from ddpm_lab.diffusion.step import Step as Optimized
-from ddpm_lab.diffusion.step import Untrained, allow_tf32
+from ddpm_lab.diffusion.sampling import denoise, image_grid, walk
+from ddpm_lab.diffusion.step import Step, Untrained, allow_tf32
 from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, CheckpointError, Tensors, empty_network, read, write
 from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
@@ -30,8 +29,10 @@ _SEED, _AT_ONCE = 20_061_968, 64
 _NOISE = 5  # the purposes 1 to 3 are those of ``data/draws.py``
 
 
-def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int], mark: Callable[[str], None]) -> Tensor:
-    """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed and size of ``evaluate.config``."""
+def generate(
+    evaluate: Inference, sampler: str, steps: int, numbers: Sequence[int], mark: Callable[[str], None]
+) -> Tensor:
+    """The images (N, 3, S, S) in [-1, 1] of these numbers, by the seed, size and process of ``evaluate.config``."""
     size, device = evaluate.config.image_size, evaluate.device
     # The noise of an image comes from its number and the seed alone; on the CPU, whatever device samples. A generator
     # of torch takes 32 bits of a seed: of a hundred thousand images two would be the same.
@@ -41,10 +42,10 @@ def generate(evaluate: Inference, steps: Sequence[Step], numbers: Sequence[int],
         drawn = [generator.standard_normal((3, size, size), dtype=np.float32) for generator in generators]
         return torch.from_numpy(np.stack(drawn)).to(device)
 
-    x = noise()
-    for step in steps:
+    x, diffusion = noise(), Diffusion(evaluate.config.diffusion, device)
+    for step in walk(diffusion.timesteps, steps):
         mark("denoising")
-        x = denoise(evaluate, step, x, noise)
+        x = denoise(evaluate, diffusion, sampler, x, step, noise=noise)
     return x.clamp_(-1, 1)
 
 
@@ -66,7 +67,7 @@ def write_grid(paths: Sequence[Path], path: Path) -> None:
 
 
 @torch.no_grad()
-def held_out_loss(step: Optimized, network: Callable[[Tensor, Tensor], Tensor], draws: int) -> dict[str, Any]:
+def held_out_loss(step: Step, network: Callable[[Tensor, Tensor], Tensor], draws: int) -> dict[str, Any]:
     """Loss of ``network`` on held-out images, which holds the averaged weights of ``step`` in fp32.
 
     The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are stratified;
@@ -187,10 +188,9 @@ class Training(Trainer):
 
     def _drawn(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
         """Images (N, 3, S, S) of these numbers by DDIM."""
-        evaluate, taken = Inference(network, config, self.device), ddim_steps(self.diffusion, steps)
-        count = _at_once(self.config)
+        evaluate, count = Inference(network, config, self.device), _at_once(self.config)
         parts = [numbers[i : i + count] for i in range(0, len(numbers), count)]
-        images = torch.cat([generate(evaluate, taken, part, self.context.mark).cpu() for part in parts])
+        images = torch.cat([generate(evaluate, "ddim", steps, part, self.context.mark).cpu() for part in parts])
         allow_tf32(self.config.precision == "tf32")
         return images
 
@@ -218,8 +218,7 @@ class Generation(Untrained):
         tensors = checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights
         restore(network, tensors.values())
         self.evaluate = Inference(network, config, context.device)
-        walk = SAMPLERS[config.option("sampler", "ddim")]
-        self.sampler = walk(Diffusion(config.diffusion), config.option("steps", 250))
+        self.sampler, self.count = config.option("sampler", "ddim"), config.option("steps", 250)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
@@ -233,7 +232,7 @@ class Generation(Untrained):
         """Make and write the images of these numbers; nothing is trained, so there is no loss."""
         if not batch:
             return 0.0
-        images = generate(self.evaluate, self.sampler, batch, self.context.mark).cpu()
+        images = generate(self.evaluate, self.sampler, self.count, batch, self.context.mark).cpu()
         self.context.mark("writing")
         for number, image in zip(batch, images, strict=True):
             write_png(self.folder / f"{number:06d}.png", image[None])
