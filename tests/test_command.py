@@ -206,7 +206,7 @@ def test_a_script_is_timed_where_its_weights_lie(places: list[str], devices: lis
     turns._find_devices()
     turns._begin()
     assert (waited, recorded) == (devices, devices[:1])
-    assert turns._memory()["memory"]["allocated_bytes"] == sum(10**device for device in devices)
+    assert hook.bytes_held(cuda, turns.devices)["allocated_bytes"] == sum(10**device for device in devices)
 
 
 @pytest.mark.slow

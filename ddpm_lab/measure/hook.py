@@ -138,14 +138,8 @@ class Turns:
         self._synchronize()
         end, first = time.perf_counter(), self.first
         ends = [first.elapsed_time(mark) / 1e3 if self.devices else mark - first for mark in self.marks]
-        self._say({"start": self.start, "end": end, "step_ends": ends, "skipped": self.skipped, **self._memory()})
-
-    def _memory(self) -> dict[str, Any]:
-        found = {"rss_bytes": resident_bytes("VmRSS")}
-        if self.devices:
-            found["allocated_bytes"] = sum(map(self.torch.cuda.memory_allocated, self.devices))
-            found["reserved_bytes"] = sum(map(self.torch.cuda.memory_reserved, self.devices))
-        return {"memory": found}
+        memory = bytes_held(self.torch.cuda, self.devices)
+        self._say({"start": self.start, "end": end, "step_ends": ends, "skipped": self.skipped, "memory": memory})
 
     def witness(self) -> dict[str, Any]:
         """What runs, as far as it can be seen from inside."""
@@ -158,8 +152,6 @@ class Turns:
         modules = [(name, m) for name, m in list(sys.modules.items()) if "." not in name]
         installed = [(name, m) for name, m in modules if "-packages/" in (getattr(m, "__file__", None) or "")]
         versions = {name: _version(name, module) for name, module in installed}
-        kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
-        loaders = [o for o in gc.get_objects() if type(o) is kind] if kind else []  # which may have batches ready
         return {
             "device": str(device),
             "device_uuid": f"GPU-{uuid}" if uuid else None,
@@ -177,7 +169,7 @@ class Turns:
             "python": ".".join(map(str, sys.version_info[:3])),
             "cuda": torch.version.cuda if self.devices else None,
             "versions": {name: v for name, v in sorted(versions.items()) if isinstance(v, str)},
-            "prefetch_batches": sum(loader._num_workers * loader._prefetch_factor for loader in loaders),
+            "prefetch_batches": sum(loader._num_workers * loader._prefetch_factor for loader in loader_iterators()),
             "files": self._files(versions),
         }
 
@@ -197,12 +189,7 @@ class Turns:
 
     def finish(self) -> dict[str, Any]:
         """The most memory this process has held; it is ended after this."""
-        cuda, devices = self.torch.cuda, self.devices
-        return {
-            "peak_rss_bytes": resident_bytes("VmHWM"),
-            "peak_memory_bytes": sum(map(cuda.max_memory_allocated, devices)) if devices else None,
-            "peak_reserved_bytes": sum(map(cuda.max_memory_reserved, devices)) if devices else None,
-        }
+        return most_bytes_held(self.torch.cuda, self.devices)
 
     def _say(self, said: dict[str, Any]) -> None:
         self.reported = time.perf_counter()
@@ -261,10 +248,30 @@ def opened(folder: Path, way: str) -> set[str]:
     return set()
 
 
-def resident_bytes(kind: str) -> Any:
-    """Memory of this process by its name in the kernel's table; None where a sandbox does not list it."""
+def bytes_held(cuda: Any, devices: list[int]) -> dict[str, int]:
+    """Memory of this process now: its resident set, and on GPUs what torch has allocated and reserved."""
+    found = {"rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+    if devices:
+        found["allocated_bytes"] = sum(map(cuda.memory_allocated, devices))
+        found["reserved_bytes"] = sum(map(cuda.memory_reserved, devices))
+    return found
+
+
+def most_bytes_held(cuda: Any, devices: list[int]) -> dict[str, Any]:
+    """The most memory of this process so far; None where it has no GPU, or a sandbox does not list it."""
+    # Not ru_maxrss, which also counts the parent before exec.
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(sizes[kind].split()[0]) if kind in sizes else None
+    return {
+        "peak_rss_bytes": 1024 * int(sizes["VmHWM"].split()[0]) if "VmHWM" in sizes else None,
+        "peak_memory_bytes": sum(map(cuda.max_memory_allocated, devices)) if devices else None,
+        "peak_reserved_bytes": sum(map(cuda.max_memory_reserved, devices)) if devices else None,
+    }
+
+
+def loader_iterators() -> list[Any]:
+    """What iterates over loader workers in this process."""
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+    return [found for found in gc.get_objects() if type(found) is kind and not found._shutdown]
 
 
 def _of_library(file: str) -> bool:

@@ -35,12 +35,6 @@ COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call
 """Methods of ``Rank`` that its parent may have called; each returns its report."""
 
 
-def loader_iterators() -> list[Any]:
-    """What iterates over loader workers in this process."""
-    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
-    return [found for found in gc.get_objects() if type(found) is kind and not found._shutdown]
-
-
 class Rank:
     """The state of a rank while it lives."""
 
@@ -118,7 +112,7 @@ class Rank:
         self.workload = make_workload(make, config.sources[-1], config, RankContext(device=self.device, **how))
         self.batches = self.workload.batches()
         self._find_gpus()
-        self.early = loader_iterators()  # objects that are frozen below cannot be found later
+        self.early = hook.loader_iterators()  # objects that are frozen below cannot be found later
         # Current objects live as long as the rank. Freeze them, or the collector would scan them before every window.
         gc.collect()
         gc.freeze()
@@ -156,7 +150,7 @@ class Rank:
             "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
             "data_seconds": data_seconds,
             "losses": [float(loss) for loss in losses],
-            "memory": self._memory(),
+            "memory": hook.bytes_held(torch.cuda, self.gpus),
         }
 
     def _settle(self, steps: int, step: Callable[[], Any]) -> None:
@@ -195,14 +189,6 @@ class Rank:
         torch.set_num_threads(count)
         return {}
 
-    def _memory(self) -> dict[str, int]:
-        """Bytes that this rank holds now: its resident set, and on a GPU what torch has allocated and reserved."""
-        held = {"rss_bytes": psutil.Process().memory_info().rss}
-        if self.cuda:
-            held["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
-            held["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
-        return held
-
     def witness(self) -> dict[str, Any]:
         self.beat.mark("witness")
         self._check_place()
@@ -225,7 +211,7 @@ class Rank:
             **({"astray_modules": astray(self.job.tree.apart)} if self.job.tree else {}),
             **self.workload.witness(),
         }
-        loaders = {id(loader): loader for loader in (*self.early, *loader_iterators())}.values()
+        loaders = {id(loader): loader for loader in (*self.early, *hook.loader_iterators())}.values()
         if loaders and "prefetch_batches" not in seen:  # of a loop of the user's, around a loader of its own
             seen["prefetch_batches"] = sum(loader._num_workers * loader._prefetch_factor for loader in loaders)
         if dist.get_backend() == "nccl":
@@ -277,7 +263,8 @@ class Rank:
                 window = self.clock.stop(start, perf_counter(), steps)
                 window["helpers_cpu_seconds"] = max(0.0, _helpers_seconds() - before) / steps
                 measured.append(window)
-        return {**{variant: mean(measured) for variant, measured in windows.items()}, "memory": self._memory()}
+        found = {variant: mean(measured) for variant, measured in windows.items()}
+        return {**found, "memory": hook.bytes_held(torch.cuda, self.gpus)}
 
     def _marked_step(self) -> None:
         """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""
@@ -308,9 +295,7 @@ class Rank:
             "device": self.device,
             "device_uuid": self.uuid,
             "threads": torch.get_num_threads(),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else None,
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.cuda else None,
-            "peak_rss_bytes": hook.resident_bytes("VmHWM"),  # ru_maxrss also counts the parent before exec
+            **hook.most_bytes_held(torch.cuda, self.gpus),
             "images": seen.get("images"),
             "indices_sha256": str(seen.get("indices_sha256", "")),
         }
