@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import others
 from ddpm_lab.measure.others import LOCK_VARIABLE, CpuClock, measuring
 
@@ -104,7 +103,7 @@ def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytes
     monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(others, "side_by_side", lambda: not alone[0])
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
-    watch, found = others.CoreWatch(RunConfig(), 4), []
+    watch, found = others.CoreWatch(), []
     for cores in (1.2, 1.4, 0.0, 0.1, None, 9.0, 9.0):
         alone[0] = cores is not None
         now[0] += 59

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self
 
 import psutil
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.hardware import ask_nvml, cgroup_throttled_seconds, gpu_handle, usable_cores
 from ddpm_lab.record import CROWDED_CORES
 
@@ -121,13 +120,9 @@ def _left(cores: int, taken: float) -> int:
 
 
 class CoreWatch:
-    """With how many threads each rank should train, from what other processes take meanwhile.
+    """How many cores other processes leave free from minute to minute."""
 
-    Beside others too many threads wait for each other, and a step can take many times as long.
-    """
-
-    def __init__(self, config: RunConfig, threads: int) -> None:
-        self._config, self._threads = config, threads
+    def __init__(self) -> None:
         self._before: int | None = None
         self._clock = CpuClock.read()
 
@@ -139,15 +134,6 @@ class CoreWatch:
         others = None if side_by_side() else self._clock.until(now).others_cores
         self._clock, self._before = now, None if others is None else _left(usable_cores(), others)
         return self._before if self._before == before else None
-
-    def change(self) -> tuple[int, int] | None:
-        """The cores that are ``free``, and the threads of a rank; None where it has as many, or nothing is known."""
-        free = self.free()
-        threads = self._config.rank_threads(fair_cores(free)) if free else self._threads
-        if free is None or threads == self._threads:
-            return None
-        self._threads = threads
-        return free, threads
 
 
 # One measurement at a time: two that measure at once on a core are both wrong. Whoever measures on one holds its name

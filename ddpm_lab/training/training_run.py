@@ -21,7 +21,7 @@ from ddpm_lab.files import NOT_IN_FILES, configuration, expanded, read_settings
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.others import CoreWatch
+from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.setting import FUSED_NEEDS, check_cores, check_ranks, usual_device, usual_settings
@@ -272,7 +272,7 @@ class _Run:
         # compiled would be compiled anew.
         chosen = not self.config.threads and self.config.compile == "off"
         if self.config.device == "cpu" and chosen and current() is None:
-            self.watch = CoreWatch(self.config, self.threads)
+            self.watch = CoreWatch()
         self.progress("starting")
         self.saved_at = time.monotonic()
         try:
@@ -359,8 +359,10 @@ class _Run:
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
             self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
-        if self.watch and (change := self.watch.change()):
-            free, threads = change
+        free = self.watch.free() if self.watch else None
+        # Beside others too many threads wait for each other, and a step can take many times as long.
+        if free and (threads := self.config.rank_threads(fair_cores(free))) != self.threads:
+            self.threads = threads
             group.set_threads(threads, SILENCE_SECONDS)
             each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
             self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
