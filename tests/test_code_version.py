@@ -14,7 +14,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, is_setting, settings_among
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.measure.worktree import Repository
+from ddpm_lab.measure.worktree import commit_of, root_of, worktree
 
 WORKLOAD = """
 import json
@@ -242,8 +242,8 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
     hook = mine / ".git" / "hooks" / "post-checkout"
     write(mine, {str(hook): "#!/bin/sh\ntouch hooked\n"})
     hook.chmod(0o755)
-    own = Repository.around(mine)
-    with own.worktree(own.commit("main")) as one, own.worktree(own.commit("main")) as two:
+    root = root_of(mine)
+    with worktree(root, commit_of(root, "main")) as one, worktree(root, commit_of(root, "main")) as two:
         for folder in (one, two):
             assert (folder / "mine.py").read_text() == "x = 1\n"
             assert not (folder / "new.py").exists()
@@ -262,10 +262,10 @@ def test_what_is_no_commit_is_refused_and_a_hooks_variables_lead_nowhere(
     other = repository(tmp_path / "other", {"other.py": ""})
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
-    own = Repository.around(mine)
-    assert own.root == mine.resolve()
+    root = root_of(mine)
+    assert root == mine.resolve()
     for revision in ("nowhere", "", "--all", "main:mine.py"):
         with pytest.raises(ConfigError, match=f"'{revision}'"):
-            own.commit(revision)
+            commit_of(root, revision)
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        Repository.around(tmp_path)
+        root_of(tmp_path)

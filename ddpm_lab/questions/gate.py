@@ -19,7 +19,7 @@ from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.worktree import Repository, tree_of
+from ddpm_lab.measure.worktree import commit_of, root_of, submodule_of, tree_of, worktree
 from ddpm_lab.output import say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
@@ -47,11 +47,11 @@ def compare_revisions(
     ``limits`` are resolution, minutes, sets and cores. Returns an outcome, unmeasured, if the code is equal. Raises
     ConfigError without such a repository or revision, if a side cannot run, or if the measuring code differs.
     """
-    repository, output = Repository.around(Path.cwd()), output_folder(output_dir)
-    commit = repository.commit(against)
+    root, output = root_of(Path.cwd()), output_folder(output_dir)
+    commit = commit_of(root, against)
     if scripts.is_command(step):
         how: dict[str, Any] = {"device": device, "output_dir": output_dir, "quiet": quiet, **limits}
-        return _compare_command(str(step), against, repository, commit, **how)
+        return _compare_command(str(step), against, root, commit, **how)
     instrument = instrument_for(output, Progress("compare", quiet=quiet), seconds_of(limits.get("minutes")))
 
     def configure(step: str | None, place: str) -> RunConfig:
@@ -61,16 +61,16 @@ def compare_revisions(
 
     candidate = configure(step, "the step")
     candidate_code = code_of([candidate], instrument)
-    _refuse_code_from_elsewhere(repository, candidate_code, candidate.workload)
-    with repository.worktree(commit) as folder:
-        baseline = configure(_counterpart(step, repository.root, folder), f"the step in {against}")
-        tree = tree_of(repository, commit, folder, candidate_code.sources)
+    _refuse_code_from_elsewhere(root, candidate_code, candidate.workload)
+    with worktree(root, commit) as folder:
+        baseline = configure(_counterpart(step, root, folder), f"the step in {against}")
+        tree = tree_of(root, commit, folder, candidate_code.sources)
         try:
             baseline_code = code_of([baseline], instrument, tree)
         except ConfigError as error:
             raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
-        _refuse_settings_of_the_working_tree(repository, baseline_code, folder, against)
-        first, second = (scripts.contents(code, folder, repository.root) for code in (candidate_code, baseline_code))
+        _refuse_settings_of_the_working_tree(root, baseline_code, folder, against)
+        first, second = (scripts.contents(code, folder, root) for code in (candidate_code, baseline_code))
         changed = sorted({name for name, _ in first ^ second})  # different, or only on one side
         if not changed and candidate == baseline:
             return _same(f"{candidate.workload} and all that it imports are", f"{against} ({tree.revision})")
@@ -88,15 +88,13 @@ def compare_revisions(
         return plan_pair(pair, (against, WORKING_TREE), **how).measure()
 
 
-def _compare_command(
-    command: str, against: str, repository: Repository, commit: str, **how: Any
-) -> "Campaign | Outcome":
+def _compare_command(command: str, against: str, root: Path, commit: str, **how: Any) -> "Campaign | Outcome":
     """The same of a command line, which a revision runs in its counterpart of the working folder."""
-    with repository.worktree(commit) as folder:
-        here = folder / Path.cwd().resolve().relative_to(repository.root)
+    with worktree(root, commit) as folder:
+        here = folder / Path.cwd().resolve().relative_to(root)
         if not here.is_dir():
             raise ConfigError(f"{against} has no folder {here.relative_to(folder)}: change to one that it has")
-        tree = Tree(revision=commit[:12], folders=(str(here),), apart=str(repository.root))
+        tree = Tree(revision=commit[:12], folders=(str(here),), apart=str(root))
         how |= {"names": (against, WORKING_TREE), "revision": (tree, folder)}
         return scripts.compare_commands(command, command, **how) or _same(f"all that {command} loads is", against)
 
@@ -112,10 +110,10 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
     return str(there) if there.is_file() else given
 
 
-def _refuse_settings_of_the_working_tree(repository: Repository, its: CodeVersion, folder: Path, against: str) -> None:
+def _refuse_settings_of_the_working_tree(root: Path, its: CodeVersion, folder: Path, against: str) -> None:
     """Raise ConfigError where the baseline reads settings of the working tree that its revision has otherwise."""
-    read = [s for s in its.settings if in_repository(s.file, str(repository.root))]
-    for name, setting in ((Path(s.file).resolve().relative_to(repository.root), s) for s in read):
+    read = [s for s in its.settings if in_repository(s.file, str(root))]
+    for name, setting in ((Path(s.file).resolve().relative_to(root), s) for s in read):
         if (folder / name).is_file() and source_of(str(folder / name)).sha256 != setting.sha256:
             raise ConfigError(
                 f"both sides read {name} of the working tree, and {against} has another: open it from the folder of "
@@ -123,11 +121,10 @@ def _refuse_settings_of_the_working_tree(repository: Repository, its: CodeVersio
             )
 
 
-def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workload: str) -> None:
+def _refuse_code_from_elsewhere(root: Path, mine: CodeVersion, workload: str) -> None:
     """Raise ConfigError where no revision of the repository could change what is run, or a part would not be seen."""
     files = {name: Path(source.file) for name, source in mine.sources.items()}
-    root = str(repository.root)
-    if not any(in_repository(file, root) for file in files.values()):
+    if not any(in_repository(file, str(root)) for file in files.values()):
         place = files[workload.partition(":")[0]]
         raise ConfigError(
             f"nothing that {workload} imports belongs to the repository {root} (it lies in {place}): name a step of "
@@ -136,7 +133,7 @@ def _refuse_code_from_elsewhere(repository: Repository, mine: CodeVersion, workl
         )
     for name, file in files.items():
         below = file.resolve().is_relative_to(root) and not is_library(str(file))
-        if below and not in_repository(file, root) and (submodule := repository.submodule_of(file)):
+        if below and not in_repository(file, str(root)) and (submodule := submodule_of(root, file)):
             raise ConfigError(
                 f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
                 "change to the submodule, and compare revisions of it there"
