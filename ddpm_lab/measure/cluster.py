@@ -373,6 +373,7 @@ def serve(process: Process) -> int:
                     held.pop(group).end()
                 elif do == "tell" and group in held:  # else it is too late
                     awake = held[group]
+                    awake.at_work = True
                     awake.tell(message["command"], message["arguments"])
     finally:
         for one in held.values():
@@ -398,20 +399,15 @@ class _Held(LocalRank):
         changed = {"config": config, "store": Store(*job["store"]), "folder": Path(self._private.name)}
         super().__init__(RankJob(**{**job, **changed}))
 
-    def tell(self, command: str, arguments: dict[str, Any]) -> None:
-        """Pass a command on to the rank."""
-        self.at_work = True
-        super().tell(command, arguments)
-
     def news(self) -> dict[str, Any]:
         """What the rank says, or at least that it lives."""
-        done, news = self.hear(), {"life": self.life()}
+        done, news = self.hear(), dict[str, Any](life=self.life())
         self.at_work = not (done or self.ending)
         if done:
-            return {**news, "report": self.report}
-        return (
-            {**news, "ending": self.ending._replace(time=time.monotonic() - self.ending.time)} if self.ending else news
-        )
+            news["report"] = self.report
+        elif self.ending:
+            news["ending"] = self.ending._replace(time=time.monotonic() - self.ending.time)
+        return news
 
     def end(self) -> None:
         self.kill()
