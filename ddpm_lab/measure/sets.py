@@ -377,17 +377,14 @@ class _Set:
 
     def together(self) -> None:
         """Measure the set with all groups alive throughout; only one of them runs at any time."""
-
-        def open_beside_others(slot: Slot) -> None:
-            slot.open()
-            if slot.card_share > CARD_SHARE and len(self.slots) > 1:
-                raise _DoesNotFitTogether
-
         begun = time.monotonic()
         for i in balanced_orders(len(self.slots), 1, self.seed)[0]:
-            self.guard(self.slots[i], open_beside_others)
+            slot = self.slots[i]
+            self.guard(slot, Slot.open)
             if self.baseline_lost():
                 return
+            if slot.card_share > CARD_SHARE and len(self.slots) > 1 and not slot.failure:
+                raise _DoesNotFitTogether
         steps = self._steps()
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
