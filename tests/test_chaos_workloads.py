@@ -104,7 +104,7 @@ WORKLOADS = {
         "loads": "DataLoader worker (pid",
         "catches": "(mine.py, line ",
         "recurses": "RecursionError",
-        "orphans": "the process that starts the ranks was killed while ",
+        "orphans": "the process that starts ranks was killed in its turn",
         "deletes": "the code was edited (mine)",
     },
     **dict.fromkeys(("ignores", "moves", "prints", "threads", "forks", "starts", "seeds", "slow"), RUNS),

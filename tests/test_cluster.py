@@ -181,7 +181,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "raises in build": ({"fault": "raise", "fault_place": "build", "fault_step": 0}, "crashed", ": RuntimeError: "),
     "is killed": ({"fault": "kill"}, "crashed", " was killed by SIGKILL in 'forward' of step 3"),
     "hangs": ({"fault": "hang"}, "timed out", " for 3 s while testing, in 'forward' of step 3"),
-    "kills what starts ranks": ({"fault": "kill parent"}, "crashed", ": the process that starts ranks was killed"),
+    "kills what starts ranks": (
+        {"fault": "kill parent"},
+        "crashed",
+        ": the process that starts ranks was killed in its turn",
+    ),
 }
 
 

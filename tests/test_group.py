@@ -182,7 +182,7 @@ def test_who_kills_the_process_that_starts_ranks_is_blamed_and_others_go_on() ->
             guilty.window(settle=0, steps=3, limit=30, stage="testing")
         wait_for(lambda: not alive([server]), 30)  # a killed process takes a while to end
         innocent.window(settle=0, steps=3, limit=30, stage="testing")
-        with pytest.raises(GroupFailed, match="the process that starts the ranks was killed while testing"):
+        with pytest.raises(GroupFailed, match="rank 0: the process that starts ranks was killed in its turn"):
             guilty.window(settle=0, steps=3, limit=30, stage="testing")
         with group(busy_config()) as later:
             for g in (innocent, later):

@@ -38,7 +38,6 @@ from ddpm_lab.measure.process import (
     host_id,
     join_store,
     private_folder,
-    server_died,
 )
 from ddpm_lab.output import say
 
@@ -349,14 +348,10 @@ def serve(process: Process) -> int:
     channel = Channel(process, f"to {process.rank}", f"from {process.rank}")
     join(process)
     held: dict[str, _Held] = {}
-    awake: _Held | None = None  # the one that was told something last, or started: where the server dies, it did it
     try:
         while channel.silent_beats < 4 * LOST_BEATS:
             working = [one for one in held.values() if one.at_work]
             connection.wait([channel.ear, *(ear for one in working for ear in one.ears)], BEAT_SECONDS)
-            if server_died() and awake and not awake.ending:
-                how = "the process that starts ranks was killed"
-                awake.ending, awake.at_work = Ending("crashed", how, "", time.monotonic()), True
             for one in working:
                 channel.send(group=one.group, **one.news())
             while message := channel.receive():
@@ -365,16 +360,15 @@ def serve(process: Process) -> int:
                     return 0
                 if do == "start":
                     try:
-                        awake = held[group] = _Held(group, message["job"])
+                        held[group] = _Held(group, message["job"])
                     except (ConfigError, EOFError, OSError, psutil.NoSuchProcess) as error:
                         ending = Ending("crashed", str(error) or "the process that starts ranks was killed", "", 0.0)
                         channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
                 elif do == "kill" and group in held:
                     held.pop(group).end()
                 elif do == "tell" and group in held:  # else it is too late
-                    awake = held[group]
-                    awake.at_work = True
-                    awake.tell(message["command"], message["arguments"])
+                    held[group].at_work = True
+                    held[group].tell(message["command"], message["arguments"])
     finally:
         for one in held.values():
             one.end()

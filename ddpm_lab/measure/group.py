@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -26,7 +26,6 @@ from ddpm_lab.measure.process import (
     RankJob,
     own_places,
     private_folder,
-    server_died,
     shorten,
     start_server,
 )
@@ -73,8 +72,6 @@ class Group(AbstractContextManager["Group"]):
     environment, tree. When the group ends, files of settings that the user's code wrote are added to ``written``.
     """
 
-    _awake: ClassVar["Group | None"] = None  # the group that last received a command
-    _guilty = ""
     suspended = False  # whether this process was stopped during the last command
 
     def __init__(
@@ -227,8 +224,6 @@ class Group(AbstractContextManager["Group"]):
 
     def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
         """Wait for every rank's report and return all. Raises GroupFailed if a rank fails or is silent for too long."""
-        self._blame()
-        Group._awake = self
         pending = dict(enumerate(self._ranks))
         for _, awake in self._looks(stage, lambda: [ear for rank in pending.values() for ear in rank.ears]):
             for number, rank in list(pending.items()):
@@ -245,18 +240,7 @@ class Group(AbstractContextManager["Group"]):
             most = min(limit, self.patience())
             if awake > most and all(life.silent_seconds > most for life in behind.values()):
                 self._silent(behind, most)
-        self._blame()
         return [rank.report for rank in self._ranks]
-
-    def _blame(self) -> None:
-        """If the fork server was killed, blame the group that ran last; ranks of other groups go on.
-
-        This group may not be the one to blame, since a killed process takes a while to end.
-        """
-        if server_died() and Group._awake:
-            Group._awake._guilty = f"the process that starts the ranks was killed while {Group._awake._stage}"
-        if self._guilty:
-            raise GroupFailed("crashed", self._guilty)
 
     def _name(self, number: int) -> str:
         """Return a readable name of a rank, with its host and GPU if any."""

@@ -370,16 +370,25 @@ def tail(log: Path, start: int = 0) -> str:
 
 _server: Any = forkserver.ForkServer()
 """The lab's own: what is below it was started by ranks, and nothing by whoever imports the lab."""
-_ranks: set[int] = set()  # of groups that live
+_ranks: "dict[int, LocalRank]" = {}  # of groups that live
 _seen: int | None = None  # the fork server that was there at the last look
+_turn: Path | None = None  # folder of the group that was started, or told something, last
 
 
-def server_died() -> bool:
-    """Whether the fork server that was there when this was asked last was killed since."""
-    global _seen  # noqa: PLW0603 - as the server
+def _look_at_server(turn: Path | None = None) -> None:
+    """Where the fork server was killed since the last look, end the group whose turn it was; from now on another's.
+
+    Ranks of other groups go on. It is looked before each turn, since a killed process takes a while to end.
+    """
+    global _seen, _turn  # noqa: PLW0603 - as the server
     before, now = _seen, _server._forkserver_pid
     _seen = now if now and _lives(now) else None
-    return before is not None and _seen != before
+    if before is not None and _seen != before:
+        for rank in _ranks.values():
+            if rank.job.folder == _turn and not rank.ending:
+                how = "the process that starts ranks was killed in its turn"
+                rank.ending = Ending("crashed", how, "", time.monotonic())
+    _turn = turn or _turn
 
 
 def start_server() -> None:
@@ -468,13 +477,14 @@ class LocalRank:
         self._done, self._oom_kills = False, oom_kills()
         how: dict[str, Any] = {"args": (job, theirs, end), "name": f"ddpm_lab rank {job.rank}"}
         self._process: Any = context.Process(target=rank_main, **how)
+        _look_at_server(job.folder)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 _wake_server()
                 self._process.start()
             self.leader = psutil.Process(self._process.pid)
             self.pid = self.leader.pid
-            _ranks.add(self.pid)
+            _ranks[self.pid] = self
             self.ears: list[Any] = [self._pipe]  # ready when the rank speaks, or ends and no child of it holds the pipe
         except BaseException:
             self._lifeline.close()  # so that a rank that was just started ends
@@ -488,6 +498,7 @@ class LocalRank:
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
+        _look_at_server(self.job.folder)
         self._beat.touch()
         self._done = False
         with contextlib.suppress(OSError):
@@ -495,6 +506,7 @@ class LocalRank:
 
     def hear(self) -> bool:
         """Whether the rank has reported that it did what it was told; ``ending`` says why it will not."""
+        _look_at_server()
         alive, said = _lives(self.pid), dict[str, Any]()  # looked at first: what was said before the end is not lost
         if self.ending:
             return False
@@ -547,7 +559,7 @@ class LocalRank:
             self._process.join(10)
         # The leader is gone; what it started may still stand in its process group, or below the fork server.
         kill_group(self.leader)
-        _ranks.discard(self.pid)
+        _ranks.pop(self.pid, None)
         if pid := _server._forkserver_pid:
             end_below(pid, spared=_ranks)
         with contextlib.suppress(ValueError):
