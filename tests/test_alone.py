@@ -127,7 +127,9 @@ def test_windows_hold_whole_cycles_and_end_in_time(
 def test_a_profile_record_holds_the_budget_and_no_speed(tmp_path: Path) -> None:
     config = RunConfig(workload="lab_workloads:phased", purpose="profile", global_batch_size=8)
     plan = Plan(turns=2, window_seconds=0.1, warmup_steps=5)
-    record = done_alone(tmp_path, config, profile_alone([tmp_path / "t.json.gz"]), role="profile", plan=plan)
+    record = done_alone(
+        tmp_path, config, partial(profile_alone, traces=[tmp_path / "t.json.gz"]), role="profile", plan=plan
+    )
     assert (record.status, record.windows) == ("ok", ())
     record = RunRecord.from_dict(json.loads(json.dumps(record.as_dict())))
     assert record.profile is not None

@@ -11,7 +11,7 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
-from ddpm_lab.measure.sets import Member, Slot, Work, seen_of_machine
+from ddpm_lab.measure.sets import Member, Slot, seen_of_machine
 from ddpm_lab.plan import USUAL_TURNS, Family, Fid
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -26,24 +26,20 @@ FID, FID_SECONDS = "ddpm_lab.training.fid:Fid", 600.0  # its workload, and how l
 WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 
 
-def profile_alone(traces: list[Path]) -> Work:
+def profile_alone(slot: Slot, *, traces: list[Path]) -> dict[str, Any]:
     """A time budget and a profile, with one trace file a rank."""
-
-    def work(slot: Slot) -> dict[str, Any]:
-        slot.open()
-        slot.say("taking the time budget")
-        budget = take_budget(slot)  # before the profiler, which changes what it watches
-        slot.say("profiling")
-        how = {"wait": 1, "warmup": 2, "active": PROFILED_STEPS, "repeat": 1, "traces": list(map(str, traces))}
-        profiles = slot.alive.ask("profile", slot.instrument.limits.build_seconds, "profiling", **how)
-        for rank, profile in zip(budget["ranks"], profiles, strict=True):  # of the same phases, to check the budget by
-            rank["profiled"] = {
-                "step_seconds": profile["wall_seconds"] / profile["steps"],
-                "phases": {name: seconds / profile["steps"] for name, seconds in profile["phases"].items()},
-            }
-        return {"profile": {**profiles[0], "traces": [path.name for path in traces], "budget": budget}}
-
-    return work
+    slot.open()
+    slot.say("taking the time budget")
+    budget = take_budget(slot)  # before the profiler, which changes what it watches
+    slot.say("profiling")
+    how = {"wait": 1, "warmup": 2, "active": PROFILED_STEPS, "repeat": 1, "traces": list(map(str, traces))}
+    profiles = slot.alive.ask("profile", slot.instrument.limits.build_seconds, "profiling", **how)
+    for rank, profile in zip(budget["ranks"], profiles, strict=True):  # of the same phases, to check the budget by
+        rank["profiled"] = {
+            "step_seconds": profile["wall_seconds"] / profile["steps"],
+            "phases": {name: seconds / profile["steps"] for name, seconds in profile["phases"].items()},
+        }
+    return {"profile": {**profiles[0], "traces": [path.name for path in traces], "budget": budget}}
 
 
 def take_budget(slot: Slot) -> dict[str, Any]:

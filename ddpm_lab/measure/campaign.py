@@ -19,7 +19,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, hardware, shortfall
 from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
+from ddpm_lab.measure.sets import Instrument, Member, Slot, Work, measure_alone, measure_set
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
@@ -192,7 +192,7 @@ class Campaign:
             found.append((check.family, Member(role, check.label, check.config), work, check.baseline))
         for family, label, config in self.experiment.profiles:
             names = [f"{self.experiment.name}-{config.run_id}-rank{rank}.json.gz" for rank in range(config.world_size)]
-            work = alone.profile_alone([self.ledger.path.with_name(name) for name in names])
+            work = partial(alone.profile_alone, traces=[self.ledger.path.with_name(name) for name in names])
             found.append((family, Member("profile", label, config), work, config))
         return [row for row in found if not self.held.settled(row[1].config.run_id, row[1].role)]
 
@@ -347,7 +347,7 @@ class Campaign:
         self.ledger.append(records)
         self.held.records += records
 
-    def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **changes: str) -> RunRecord:
+    def _alone(self, family: str, member: Member, work: Work = Slot.open, **changes: str) -> RunRecord:
         """Measure one group on its own, append its record with ``changes`` of fields, and return it."""
         where = {"experiment": self.experiment.name, "family": family}
         record = measure_alone(self.instrument, plan=self.target.plan, member=member, work=work, **where)

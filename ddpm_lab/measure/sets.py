@@ -348,7 +348,7 @@ def steps_of_windows(
 
 
 Turns = Callable[[float, float], int]  # (seconds to start the groups, seconds of a turn) -> number of turns
-Work = Callable[[Slot], dict[str, Any]]  # does the work and returns fields of the record, by name
+Work = Callable[[Slot], dict[str, Any] | None]  # does the work and returns fields of the record, by name
 
 
 class _DoesNotFitTogether(Exception):  # noqa: N818 - handled by starting the groups separately
@@ -520,20 +520,12 @@ def measure_set(
         return [run.record(slot) for slot in (run.baseline_lost() or run.slots)]
 
 
-def warm_up_alone(slot: Slot) -> dict[str, Any]:
-    """Start and warm up a group; return no fields."""
-    slot.open()
-    return {}
-
-
-def measure_alone(
-    instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
-) -> RunRecord:
+def measure_alone(instrument: Instrument, *, plan: Plan, member: Member, work: Work, **where: str) -> RunRecord:
     """Run ``work`` on a group of its own and return its record; ``where`` has the experiment and the family."""
     found: dict[str, Any] = {}
 
     def guarded(slot: Slot) -> None:
-        found.update(work(slot))
+        found.update(work(slot) or {})
         slot.finish()
 
     with contextlib.closing(_Set(instrument, [member], plan, where)) as run:
