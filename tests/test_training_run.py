@@ -69,9 +69,9 @@ class Ranks:
         self.calls.append(("advance", steps))
         return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
 
-    def set_threads(self, count: int, limit: float) -> None:
+    def ask(self, command: str, limit: float, _stage: str, *, count: int) -> None:
         assert limit >= 60
-        self.calls.append(("set_threads", count))
+        self.calls.append((command, count))
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         assert limit >= 60

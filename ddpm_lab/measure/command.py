@@ -129,7 +129,7 @@ class CommandGroup(Group):
     _ranks: list[Any]  # each a _Peer
     _process: subprocess.Popen[bytes] | None = None
 
-    def _start(self, threads: int, **how: Any) -> None:
+    def _start(self, threads: int, **how: Any) -> list[dict[str, Any]]:
         self.log: Path = how["log"]
         tree: Tree | None = how.get("tree")
         self._optimizer = self.config.option("optimizer", "") or "a torch optimizer"
@@ -145,6 +145,7 @@ class CommandGroup(Group):
             folder = tree.folders[0] if tree else None
             environment = self._environment(self.config, threads, Path(folder or ""))
             self._process = guarded(["sh", "-c", self.config.command], output, cwd=folder, env=environment)
+        return self._first_steps()
 
     def _environment(self, config: RunConfig, threads: int, folder: Path) -> dict[str, str]:
         path = filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
@@ -157,7 +158,7 @@ class CommandGroup(Group):
             found["OMP_NUM_THREADS"] = str(threads)
         return {**KEPT, SPIN_VARIABLE: SPIN_COUNT, **found}
 
-    def _first_reports(self) -> list[dict[str, Any]]:
+    def _first_steps(self) -> list[dict[str, Any]]:
         """Wait until every rank has made its first step."""
         found: dict[int, _Peer] = {}
         limit = self.limits.build_seconds

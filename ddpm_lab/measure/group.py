@@ -97,8 +97,7 @@ class Group(AbstractContextManager["Group"]):
             if starting:
                 with starting():
                     start_server()
-            self._start(threads, **how)
-            built = self._first_reports()
+            built = self._start(threads, **how)
         except BaseException as error:
             self.kill()
             if isinstance(error, (EOFError, ConnectionError, psutil.NoSuchProcess)):
@@ -109,8 +108,8 @@ class Group(AbstractContextManager["Group"]):
         self.build_seconds = max((float(report["build_seconds"]) for report in built), default=self.start_seconds)
         """Time until the slowest rank had built its workload; part of ``start_seconds``."""
 
-    def _start(self, threads: int, **how: Any) -> None:
-        """Start every rank at its place: on this host, or on the hosts that this process leads."""
+    def _start(self, threads: int, **how: Any) -> list[dict[str, Any]]:
+        """Start every rank at its place, on this host or on the hosts that this process leads; return first reports."""
         cluster = current()
         places = cluster.places(self.config) if cluster else [Place(i, "", None) for i in range(self.config.world_size)]
         if cluster and len(places) > 1:
@@ -121,8 +120,6 @@ class Group(AbstractContextManager["Group"]):
         for rank, place in enumerate(places):
             mine = RankJob(config=self.config, rank=rank, device_index=place.device_index, **how)
             self._ranks.append(RemoteRank(mine, place.host, place.channel) if place.channel else LocalRank(mine))
-
-    def _first_reports(self) -> list[dict[str, Any]]:
         return self._reports(self.limits.build_seconds, "building")
 
     def __exit__(self, *_: object) -> None:
@@ -171,10 +168,6 @@ class Group(AbstractContextManager["Group"]):
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         """Call a method of the workload on every rank and return the results."""
         return [r["answer"] for r in self.ask("call", limit, f"in {method}", method=method, arguments=arguments)]
-
-    def set_threads(self, count: int, limit: float) -> None:
-        """Set the number of compute threads on every rank."""
-        self.ask("set_threads", limit, "taking other threads", count=count)
 
     def finish(self) -> list[dict[str, Any]]:
         """Shut the ranks down cleanly and return their summaries."""

@@ -363,7 +363,7 @@ class _Run:
         # Beside others too many threads wait for each other, and a step can take many times as long.
         if free and (threads := self.config.rank_threads(fair_cores(free))) != self.threads:
             self.threads = threads
-            group.set_threads(threads, SILENCE_SECONDS)
+            group.ask("set_threads", SILENCE_SECONDS, "taking other threads", count=threads)
             each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
             self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
 
