@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,20 +201,16 @@ _distributions = cache(importlib.metadata.packages_distributions)  # reading it 
 
 
 @cache
-def _library_folders() -> tuple[str, ...]:
-    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {*site.getsitepackages(), site.getusersitepackages()}
-    return tuple({f"{form}/" for path in map(Path, paths) for form in (path, path.resolve())})
+def _standard_folders() -> tuple[str, ...]:
+    paths = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+    return tuple({f"{form}/" for path in paths for form in (path, path.resolve())})
 
 
 @cache
 def is_library(place: str) -> bool:
     """Whether a file or folder is of the standard library or of an installed package."""
     path = Path(place)
-    if f"{path}/".startswith(_library_folders()) or path.name in LIBRARIES:
-        return True
-    folder = str(path.parent)
-    return folder != str(path) and is_library(folder)
+    return f"{path}/".startswith(_standard_folders()) or not {*path.parts}.isdisjoint(LIBRARIES)
 
 
 def in_repository(file: str | Path, root: str) -> bool:

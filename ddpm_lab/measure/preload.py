@@ -30,7 +30,7 @@ if os.environ.get(SAFE_PATH) == PACKAGE.name:
     del os.environ[SAFE_PATH]  # programs that ranks start are the user's
 if not is_library(str(PACKAGE)):
     os.environ[PYTHON_PATH] = os.environ[PYTHON_PATH].partition(os.pathsep)[2]  # so is their path
-loaded()  # which folders hold libraries is remembered
+loaded()  # which files are of libraries is remembered
 gc.collect()
 gc.freeze()
 
