@@ -186,9 +186,9 @@ def test_trials_are_made_seed_after_seed_as_far_as_the_time_allows_whichever_que
     assert missing == {"fp32": "3 of 5", "bf16": "4 of 5", "2 micro-batches": "4 of 5"}
     other = dataclasses.replace(asked, name="amp", families=())
     here, newer = lab.campaign(other), lab.campaign(other, code="newer")
-    assert len(here.lacks.trials(asked.trials)) == 15 - 4, "what diverged is not repeated"
+    assert len(here.held.trials_to_come(asked.trials)) == 15 - 4, "what diverged is not repeated"
     assert not here.held.any, "trials alone answer nothing"
-    assert len(newer.lacks.trials(asked.trials)) == 15
+    assert len(newer.held.trials_to_come(asked.trials)) == 15
 
 
 def test_sets_leave_time_to_the_trials_that_were_asked_for(lab: Lab) -> None:

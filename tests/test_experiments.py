@@ -102,7 +102,7 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     campaign = plan_question(
         "quality", preset="smoke", seeds=1, images=80, candidates=["bf16"], output_dir=tmp_path, quiet=True
     )
-    assert campaign.lacks.trials(campaign.experiment.trials) == [], "another question does not train them again"
+    assert campaign.held.trials_to_come(campaign.experiment.trials) == [], "another question does not train them again"
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, hardware, shortfall
-from ddpm_lab.measure.held import held_of
+from ddpm_lab.measure.held import COMPILE_SECONDS, held_of
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.sets import Instrument, Member, Slot, Work, measure_alone, measure_set
-from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
+from ddpm_lab.measure.shortfall import PLACE_SECONDS, TRIES, Row, Shortfall, Target
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
 
@@ -148,7 +148,7 @@ class Campaign:
         """Return whether anything remains to be measured, or any results to be shown."""
         families = self.experiment.families
         new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
-        singles = [*self._singles(), *self.lacks.trials(self.experiment.trials)]
+        singles = [*self._singles(), *self.held.trials_to_come(self.experiment.trials)]
         return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
 
     def least_seconds(self) -> float:
@@ -162,11 +162,11 @@ class Campaign:
 
     def forecast(self) -> float:
         """Return the forecast for everything that is missing, based on the durations of any earlier sets."""
-        families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
+        families, trials = self.experiment.families, self.held.trials_to_come(self.experiment.trials)
         searches = [f for f in families if f.search_up_to and not alone.search_ended(self.held.records, f.baseline)]
         profiles = [member for _, member, *_ in self._singles() if member.role == "profile"]  # a check takes seconds
         singles = len(profiles) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
-        return self.lacks.forecast(families) + singles + self.lacks.forecast_of_trials(trials)
+        return self.lacks.forecast(families) + singles + self.held.forecast_of_trials(trials)
 
     # What is measured alone
 
@@ -232,11 +232,11 @@ class Campaign:
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
         timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
         wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in timed]
-        to_come = self.lacks.trials(wanted)
+        to_come = self.held.trials_to_come(wanted)
         count = len(to_come)
         while to_come:
-            trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.forecast_of_trials(to_come)
-            if left < (self.lacks.trial_seconds(trial) or 0.0):
+            trial, left, seconds = to_come[0], self.seconds_left(), self.held.forecast_of_trials(to_come)
+            if left < (self.held.trial_seconds(trial) or 0.0):
                 self.progress.prefix = ""
                 self.progress.always(f"{len(to_come)} trials did not fit into the time")
                 break
@@ -248,10 +248,10 @@ class Campaign:
             del to_come[0]
         for group in dict.fromkeys((t.family, t.label) for t in wanted):
             trials = [t for t in wanted if (t.family, t.label) == group]
-            lacking = [t for t in trials if not self.held.trained(t.config.run_id, t.fid)]
+            lacking = [t for t in trials if not self.held.trained(t)]
             short = [t for t in lacking if t in to_come]  # of time
             reason = f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given"
-            if lacking and (why := self.lacks.unsound(lacking[0])):
+            if lacking and (why := self.held.unsound(lacking[0])):
                 short, reason = lacking, f"{NOT_TRAINED}: its gradient check failed ({why})"
             for trial in short[:1]:
                 self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
@@ -268,7 +268,9 @@ class Campaign:
         """
         start, left = time.monotonic(), self.seconds_left()
         if trains:  # trials come last, and would get nothing where sets can use all the time
-            left -= min(self.lacks.forecast_of_trials(self.lacks.trials(self.experiment.trials)), TRIALS_PART * left)
+            left -= min(
+                self.held.forecast_of_trials(self.held.trials_to_come(self.experiment.trials)), TRIALS_PART * left
+            )
         end, latest = start + share * left, start + OVERRUN * share * left
         self.lacks.timed = math.isfinite(left)
         self._stage_ends = end

@@ -11,10 +11,11 @@ from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.plan import Experiment, Fid, Plan
+from ddpm_lab.plan import Experiment, Plan, Trial
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, gradient_fault, seconds_by_turn, set_log_ratio
 
 COMPARED = ("baseline", TWIN, "candidate")
+TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until a similar one has been measured
 Members = dict[str, RunRecord]  # A set's records by role, those of candidates by run id
 
 
@@ -102,16 +103,6 @@ class Held:
         seen = [sum(r.stages.values()) for r in self.completed(*COMPARED, baseline_id=baseline_id) if r.windows]
         return statistics.fmean(seen) if seen else None
 
-    def image_seconds(self, run_id: str) -> float | None:
-        """Seconds of an image in the latest set of a configuration; None where it has no windows."""
-        seen = [seconds for r in self.completed(*COMPARED, run_id=run_id) if (seconds := seconds_by_turn(r).values())]
-        return statistics.median(seen[-1]) if seen else None
-
-    def trial_seconds(self, config: RunConfig) -> float | None:
-        """What the latest trial of a configuration took, from whatever seed; None where there is none."""
-        found = [r for r in self.completed("quality") if _without_seed(r.config) == _without_seed(config)]
-        return sum(found[-1].stages.values()) if found else None
-
     @property
     def compile_seconds(self) -> list[float]:
         return [r.stages["compile"] for r in self.completed("cold", compile_cache="cold") if "compile" in r.stages]
@@ -120,21 +111,39 @@ class Held:
         """Compiles of a configuration from empty caches."""
         return len(self.completed("cold", compile_cache="cold", run_id=run_id))
 
-    # Quality
+    # Trials
 
-    def unsound(self, config: RunConfig) -> str:
-        """Why the gradient check of a configuration failed; empty where it did not, or where there is none."""
-        for r in reversed(self.records):
-            answer = (r.quality or {}).get("gradients")
-            if r.role == "check" and answer and _gradient_of(r.config) == _gradient_of(config):
-                return gradient_fault(answer, layers=False)
-        return ""
+    def trials_to_come(self, wanted: Iterable[Trial]) -> list[Trial]:
+        """Those of ``wanted`` that are neither here, nor known to fail or to be wrong."""
+        lasting = self.lasting
+        asked = [t for t in wanted if not self.trained(t) and not self.unsound(t)]
+        return [t for t in asked if t.config.run_id not in lasting]
 
-    def trained(self, run_id: str, fid: Fid | None = None) -> bool:
+    def trained(self, trial: Trial) -> bool:
         """Whether a trial is here, and with it the FID that is asked for."""
-        found = [(r.quality or {}).get("fid") or {} for r in self.completed("quality", run_id=run_id)]
+        found = [(r.quality or {}).get("fid") or {} for r in self.completed("quality", run_id=trial.config.run_id)]
         said = [(one["inception_sha256"], one["images"]) for one in found if "fid" in one]
-        return bool(found) if fid is None else (fid.sha256, fid.images) in said
+        return bool(found) if trial.fid is None else (trial.fid.sha256, trial.fid.images) in said
+
+    def unsound(self, trial: Trial) -> str:
+        """Why a trial's gradient check failed; empty where it did not, or where its baseline's did too."""
+        checks = [(r.config, (r.quality or {}).get("gradients")) for r in self.records if r.role == "check"]
+        faults = {_gradient_of(config): gradient_fault(found, layers=False) for config, found in checks if found}
+        return "" if faults.get(_gradient_of(trial.baseline)) else faults.get(_gradient_of(trial.config), "")
+
+    def trial_seconds(self, trial: Trial) -> float | None:
+        """What a trial takes: as one with another seed did, else its images at the speed that sets have shown."""
+        alike = [r for r in self.completed("quality") if _without_seed(r.config) == _without_seed(trial.config)]
+        if alike:
+            return sum(alike[-1].stages.values())
+        timed = self.completed(*COMPARED, run_id=trial.timed.run_id) if trial.timed else []
+        speeds = [seconds for r in timed if (seconds := seconds_by_turn(r).values())]
+        compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
+        return statistics.median(speeds[-1]) * float(trial.config.option("images", 0)) + compiling if speeds else None
+
+    def forecast_of_trials(self, trials: Iterable[Trial]) -> float:
+        """Seconds of ``trials``; of those that nothing is known of as long as usual."""
+        return sum(TRIAL_SECONDS if (known := self.trial_seconds(trial)) is None else known for trial in trials)
 
 
 def held_of(

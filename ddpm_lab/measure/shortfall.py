@@ -14,11 +14,10 @@ from statistics import NormalDist, fmean, variance
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.held import Held, Members
-from ddpm_lab.plan import LEAST_SETS, RESOLUTION, USUAL_TURNS, Experiment, Family, Plan, Trial
+from ddpm_lab.plan import LEAST_SETS, RESOLUTION, USUAL_TURNS, Experiment, Family, Plan
 from ddpm_lab.record import TWIN, RunRecord, crowded, turn_log_ratios
 
 PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until one has been measured
-TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0  # forecasts, until a similar one has been measured
 TRIES = 2  # number of attempts in a run at something whose failure may be temporary
 
 WITHIN, BETWEEN = 0.10, 0.03  # prior scatter within and between sets: windows of 0.2 s on a shared machine
@@ -185,31 +184,6 @@ class Shortfall:
         least = 1 if family.mechanism else LEAST_SETS
         rows = [(least - self.progress_of(family, row[1])[0], row) for row in family.candidates]
         return [(lack, row) for lack, row in rows if lack > 0 and self.missing(family, row[1])]
-
-    # Trials
-
-    def trials(self, wanted: Sequence[Trial]) -> list[Trial]:
-        """Those of ``wanted`` that are still to be made: neither here, nor known to fail or to be wrong."""
-        asked = [t for t in wanted if not self.held.trained(t.config.run_id, t.fid) and not self.unsound(t)]
-        lasting = self.held.lasting
-        return [t for t in asked if t.config.run_id not in lasting]
-
-    def unsound(self, trial: Trial) -> str:
-        """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
-        return "" if self.held.unsound(trial.baseline) else self.held.unsound(trial.config)
-
-    def trial_seconds(self, trial: Trial) -> float | None:
-        """What a trial takes: as one with another seed did, else its images at the speed that sets have shown."""
-        known = self.held.trial_seconds(trial.config)
-        image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
-        if known is not None or image is None:
-            return known
-        compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
-        return image * float(trial.config.option("images", 0)) + compiling
-
-    def forecast_of_trials(self, trials: Sequence[Trial]) -> float:
-        """Seconds of ``trials``; of those that nothing is known of as long as usual."""
-        return sum(TRIAL_SECONDS if (known := self.trial_seconds(trial)) is None else known for trial in trials)
 
 
 def _members(family: Family) -> Sequence[Row]:
