@@ -91,11 +91,6 @@ class Held:
         looks = self.completed("look", baseline_id=baseline_id)
         return {set_id for r in looks for set_id in (r.look or {"sets": ()})["sets"]}
 
-    def turns(self, baseline_id: str, run_id: str) -> int:
-        """Turns of a comparison's sets, crowded ones too: every further set has as many; 0 before the first."""
-        found = self.completed("candidate", TWIN, baseline_id=baseline_id, run_id=run_id)
-        return next((r.plan.turns for r in found), 0)
-
     # What things cost
 
     def place_seconds(self, baseline_id: str) -> float | None:

@@ -82,8 +82,9 @@ class Shortfall:
         return len(sets), len(sets.keys() - self.held.looked(base))
 
     def turns(self, family: Family) -> int:
-        """Turns of a family's earlier sets, which every further one has too; 0 before the first."""
-        return max(self.held.turns(family.baseline.run_id, c.run_id) for _, c in _members(family))
+        """Turns of a family's earlier sets, crowded ones too, which every further one has; 0 before the first."""
+        found, compared = self.held.completed("candidate", TWIN, baseline_id=family.baseline.run_id), _members(family)
+        return max((r.plan.turns for r in found if r.run_id in {c.run_id for _, c in compared}), default=0)
 
     def count_failures(self, records: Sequence[RunRecord]) -> None:
         """Note what failed in a set; what is unsupported, or finds no memory, is left to the next run."""
