@@ -109,9 +109,9 @@ def test_threads_of_own_code_rest_until_the_next_window() -> None:
             else:
                 g.witness()
             wait_for(partial(all_stopped, g.pids), 5)
-            before = tree_seconds(g.pids)
+            before = tree_seconds(map(psutil.Process, g.pids))
             time.sleep(0.5)
-            assert tree_seconds(g.pids) == before
+            assert tree_seconds(map(psutil.Process, g.pids)) == before
         assert g.finish()[0]["images"]
 
 

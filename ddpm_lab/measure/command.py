@@ -63,8 +63,6 @@ EXIT_SECONDS = 3.0  # that a command has to end by itself once one of its ranks 
 class _Peer:
     """A process in which an optimizer steps, as a group knows its ranks."""
 
-    unheard = False
-
     def __init__(self, link: connection.Connection) -> None:
         self._link, self.ears = link, [link]
         self.report: dict[str, Any] = {}

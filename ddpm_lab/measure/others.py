@@ -47,7 +47,7 @@ class CpuClock(NamedTuple):
     def read(cls) -> "CpuClock":
         """Read now. One's own are this process and those that torchrun has started beside it, with all below them."""
         in_job = "TORCHELASTIC_RUN_ID" in os.environ
-        own = tree_seconds(p.pid for p in (psutil.Process(os.getppid()).children() if in_job else [psutil.Process()]))
+        own = tree_seconds(psutil.Process(os.getppid()).children() if in_job else [psutil.Process()])
         cores = os.sched_getaffinity(0)
         busy, stolen = _core_seconds(cores) or (None, None)
         limited = usable_cores() < len(cores)  # then most of what is stolen from all of them is stolen from others
@@ -65,12 +65,11 @@ class CpuClock(NamedTuple):
         return None if self.busy is None or self.limited else max(0.0, (self.busy - self.own) / self.moment)
 
 
-def tree_seconds(pids: Iterable[int]) -> float:
+def tree_seconds(heads: Iterable[psutil.Process]) -> float:
     """CPU seconds that processes have used so far, with all their descendants."""
     used = 0.0
-    for pid in pids:
+    for head in heads:
         with contextlib.suppress(psutil.Error):
-            head = psutil.Process(pid)
             for member in (head, *head.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     # User and system, its own and of its children that have ended: they were no strangers either.

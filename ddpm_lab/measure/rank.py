@@ -248,20 +248,19 @@ class Rank:
         A round is a window of ``steps`` steps as training runs them, then one that waits for the device at each phase
         boundary; ``settle`` steps come before each. Marks cost time, so neither window is used as a speed.
         """
-        if self.job.config.purpose != "profile":
-            raise RuntimeError("a time budget is taken only of a run with the purpose 'profile'")
         windows: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
         for _ in range(rounds):
             for variant, measured in windows.items():
                 self._settle(settle, self._marked_step)
-                before = _helpers_seconds()
+                before = tree_seconds(psutil.Process().children())  # of loader workers
                 self.clock.start(synchronised=variant == "synchronised")
                 start = perf_counter()
                 for _ in range(steps):
                     self._marked_step()
                 self.synchronize()
                 window = self.clock.stop(start, perf_counter(), steps)
-                window["helpers_cpu_seconds"] = max(0.0, _helpers_seconds() - before) / steps
+                used = tree_seconds(psutil.Process().children()) - before
+                window["helpers_cpu_seconds"] = max(0.0, used) / steps
                 measured.append(window)
         found = {variant: mean(measured) for variant, measured in windows.items()}
         return {**found, "memory": hook.bytes_held(torch.cuda, self.gpus)}
@@ -389,8 +388,3 @@ def nccl_seen(environment: Mapping[str, str]) -> dict[str, Any]:
     names = [name for name, values in NCCL.items() if values.items() <= environment.items()]
     own = {name: value for name, value in environment.items() if name.startswith("NCCL_")}
     return {"nccl": names[-1], "nccl_environment": own}  # the default, which sets nothing, comes first
-
-
-def _helpers_seconds() -> float:
-    """CPU seconds that this process's children (loader workers) have used so far."""
-    return tree_seconds(child.pid for child in psutil.Process().children())
