@@ -152,9 +152,9 @@ def test_files_of_settings_are_compared_and_everything_is_said(tmp_path: Path) -
     files = (tmp_path / "small.toml", tmp_path / "large" / "config.toml")
     found = compare(*files, sets=1, output_dir=tmp_path, quiet=True)
     assert found.verdict == stats.TOO_FEW
-    assert {r.label for r in found.study.records if r.role != "twin"} == {"small", "large"}
-    assert {r.status for r in found.study.records} == {"ok"}
-    images = {w.images for r in found.study.records for w in r.windows}
+    assert {r.label for r in found.answer.study.records if r.role != "twin"} == {"small", "large"}
+    assert {r.status for r in found.answer.study.records} == {"ok"}
+    images = {w.images for r in found.answer.study.records for w in r.windows}
     assert len(images) == 1, "both sides process the same number of images in a window"
     assert found.verdict in str(found).lower()
     assert all(word in str(found) for word in ("ran as 1 rank on ", str(found.figure)))

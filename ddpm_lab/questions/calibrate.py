@@ -79,7 +79,7 @@ FINE = 0.03  # a machine is fit to measure when it resolves a difference of this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What the sets of a calibration that count say of the ``twin`` and of the ``slower`` candidate.
+    """What the sets of a calibration that count say of the baseline's ``twin`` and of the ``slower`` candidate.
 
     ``first`` is the record of the latter in the first set.
     """
@@ -87,7 +87,6 @@ class Calibration:
     first: RunRecord
     twin: Comparison
     slower: Comparison
-    step_seconds: float
     seconds_per_set: float
 
     @property
@@ -131,7 +130,8 @@ class Calibration:
         return {
             "hardware": machine.name,
             "date": self.first.environment.date,
-            **{name: getattr(self, name) for name in ("passed", "fit", "step_seconds", "planted_found")},
+            **{name: getattr(self, name) for name in ("passed", "fit", "planted_found")},
+            "step_seconds": self.twin.step_seconds,
             "planted": PLANTED,
             "sets": self.slower.sets,
             "verdict": self.verdict(),
@@ -171,12 +171,10 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     sets = [set_id for set_id, _ in by_role["candidate"].logs]
     starts = [datetime.fromisoformat(ok[set_id, "baseline"].environment.date) for set_id in sets]
     took = (starts[-1] - starts[0]).total_seconds()
-    steps = [w.seconds / w.steps for set_id in sets for w in ok[set_id, "baseline"].windows if w.steps]
     return Calibration(
         first=ok[sets[0], "candidate"],
         twin=by_role[TWIN],
         slower=by_role["candidate"],
-        step_seconds=float(np.median(steps)) if steps else math.nan,
         # A set's cost is the time to the next one; the last set's is not known from dates.
         seconds_per_set=took / (len(sets) - 1) if len(sets) > 1 else by_role["candidate"].set_seconds,
     )
@@ -194,11 +192,12 @@ def lines(found: Calibration) -> list[str]:
         judged += f", and the truth lies {'inside' if slower.ratio.contains(TRUTH) else 'outside'} the interval"
     some = f", with {slower.config.threads} of {cores}" if slower.config.threads else ""
     sets = f"{phrases.plural(slower.sets, 'set')} of {found.seconds_per_set:.1f} s"
+    step = phrases.seconds(found.twin.step_seconds)
     lost = f"; {slower.disturbed_sets} more were disturbed by other processes and do not count"
     resolved = [f"{'none' if v is None else _percent(v)} in {m} min" for m, v in found.resolvable.items()]
     return [
         f"{found.verdict()}.",
-        f"Measured: {sets}, steps of {phrases.seconds(found.step_seconds)}{some}{lost * bool(slower.disturbed_sets)}.",
+        f"Measured: {sets}, steps of {step}{some}{lost * bool(slower.disturbed_sets)}.",
         f"Baseline against itself: {_estimate(found.twin)}; {'' if found.null_called else 'not '}called different at "
         "the 99 % level.",
         f"{_percent(PLANTED)} more work planted (true ratio {TRUTH:.3f}): {_estimate(slower)}; {judged}.",

@@ -22,7 +22,6 @@ from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts import png, save
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.quality import IDENTICAL, NOT_MEASURED
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.table import values
@@ -54,62 +53,54 @@ class ComparisonResult:
     figure: Path
 
     @property
-    def study(self) -> Study:
-        """The records that the result is computed from."""
-        return self.answer.study
-
-    @property
-    def finding(self) -> Finding:
-        """The answer in words."""
-        return self.answer.finding
-
-    @property
     def ratio(self) -> float:
         """The baseline's time for equal work divided by the candidate's; above 1, the candidate is faster."""
-        return self.finding.ratio
+        return self.answer.finding.ratio
 
     @property
     def verdict(self) -> str:
         """The verdict on the candidate: faster, slower, same speed, inconclusive or too few sets."""
-        return self.finding.verdict
+        return self.answer.finding.verdict
 
     @property
     def complete(self) -> bool:
         """Whether both sides ran without failing."""
-        return {"baseline", "candidate"} <= {r.role for r in self.study.records if r.status == "ok"}
+        return {"baseline", "candidate"} <= {r.role for r in self.answer.study.records if r.status == "ok"}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; unknown ones are null."""
-        losses, found = first_losses(self.study), _all_sets(self.study)
+        study, finding = self.answer.study, self.answer.finding
+        losses, found = first_losses(study), _all_sets(study)
         every = found and values({"ratio": found.value, "low": found.low, "high": found.high, "sets": found.sets})
         return {
-            **values({name: getattr(self.finding, name) for name in _ANSWER}),
-            "ran": _witnesses(self.study),
-            "resolution": self.study.resolution,
+            **values({name: getattr(finding, name) for name in _ANSWER}),
+            "ran": _witnesses(study),
+            "resolution": study.resolution,
             "all_sets": every,
-            "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(self.study)],
+            "sides": [values({name: getattr(row, name) for name in _SIDE}) for row in comparisons(study)],
             "losses": {"verdict": losses[0], "sentence": ": ".join(losses)},
             "figure": str(self.figure),
         }
 
     def __str__(self) -> str:
         """Return verdict and finding, then a line each for the sides, their first losses, what ran, and the figure."""
-        repeats = self.finding.claim.lower().startswith(self.verdict.lower())
-        lines = [self.finding.claim if repeats else f"{self.verdict}: {self.finding.claim}"]
+        study, finding = self.answer.study, self.answer.finding
+        repeats = finding.claim.lower().startswith(self.verdict.lower())
+        lines = [finding.claim if repeats else f"{self.verdict}: {finding.claim}"]
         lines += [
             f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, peak memory {phrases.peak_memory(row)}, "
             f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
-            for row in comparisons(self.study)
+            for row in comparisons(study)
             if row.sets and row.role != "twin"
         ]
-        if found := _all_sets(self.study):
-            rests = f"the answer rests on the first {self.finding.sets}"
+        if found := _all_sets(study):
+            rests = f"the answer rests on the first {finding.sets}"
             lines.append(f"  all {found.sets} sets: ratio {phrases.times(found)}; {rests}")
-        lines += [f"  losses: {': '.join(first_losses(self.study))}", *map("  {}".format, _witnesses(self.study))]
+        lines += [f"  losses: {': '.join(first_losses(study))}", *map("  {}".format, _witnesses(study))]
         return "\n".join([*lines, f"figure: {self.figure}"])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        text, alt = str(self), escape(self.finding.headline)
+        text, alt = str(self), escape(self.answer.finding.headline)
         image = base64.b64encode(png(self.answer.figure())).decode("ascii")
         shown = f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
         return {"text/plain": text, "text/html": f'<p style="white-space: pre-line">{escape(text)}</p>{shown}'}

@@ -146,20 +146,19 @@ PASSED = "passed"
 IDENTICAL = "identical code"
 SLOWER = "failed"
 NO_RESULT = "no result"
-EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, stats.INCONCLUSIVE: 0}
 STRICT = 4  # the exit code of what is inconclusive, where that is not enough to pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Whether a change passes: one of EXIT_CODES, and a sentence without a full stop that begins with it."""
+    """Whether a change passes, as one of the words above or inconclusive, and a sentence that begins with it."""
 
     status: str
     sentence: str
 
     def exit_code(self, *, strict: bool = False) -> int:
         """0 passed, 1 failed or no result; inconclusive is 0, or 4 where ``strict``."""
-        return STRICT if strict and self.status == stats.INCONCLUSIVE else EXIT_CODES[self.status]
+        return STRICT if strict and self.status == stats.INCONCLUSIVE else int(self.status in (SLOWER, NO_RESULT))
 
 
 def outcome(answer: Answer, threshold: float) -> Outcome:
