@@ -116,7 +116,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert experiments.recommendation(output_dir=tmp_path / "out").study.records == (), (
         "quick without minutes measures nothing"
     )
-    monkeypatch.delattr(experiments, "measure")
+    monkeypatch.delattr(experiments, "plan_question")
     for network in ("huge", ["tiny"]):
         with pytest.raises(ConfigError, match=r"network is .*choose one of tiny"):
             experiments.run("peers", published=True, network=network, output_dir=tmp_path)

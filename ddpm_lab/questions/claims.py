@@ -184,7 +184,6 @@ class Records:
                     self.ways[way, label][seed] = result | begun
         rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
         self.own = {row.label: row for row in rows if row.role == "candidate"}
-        self.narrow = self.own.get("bf16") or self.own.get("fp16")
         self.step = self.step_of(next((row for row in rows if row.role == "baseline"), None))
 
     def each(self, way: str, value: Callable[[Any], float], label: str = "fp32") -> dict[int, float]:
@@ -345,7 +344,8 @@ _TIMED_ONCE: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
 def pair_figure(study: Study) -> "Figure | None":
     """A dot for each time that a pair was compared in a usual way, and for each set; None where sets have no answer."""
     found = Records(study)
-    if (pair := found.narrow) is None or not pair.answered:
+    pair = found.own.get("bf16") or found.own.get("fp16")
+    if pair is None or not pair.answered:
         return None
     read = {name: found.faster(way, pair.label, seconds) for name, way, seconds in _TIMED_ONCE}
 

@@ -1,8 +1,8 @@
 """Ask a question: measure what the ledger does not have yet, and return the records that answer it.
 
 ``run`` is the one call of every notebook, and ``measure_all`` what a report measures before its notebooks show it.
-``measure`` is the measuring half alone, which needs no scipy, no Jupyter. ``recommend`` searches: everything that it
-measures is a record, so that a search that is killed goes on where it stopped.
+``recommend`` searches: everything that it measures is a record, so that a search that is killed goes on where it
+stopped.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def run(
     With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
     ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
     None asks for that where measuring takes long and the preset is not ``full``. ``bands`` name parallel efficiencies:
-    s000, s001 or a table of your own (see ``explain.bands``). The other settings are those of ``measure``. Raises
+    s000, s001 or a table of your own (see ``explain.bands``). The other settings are those of ``plan_question``. Raises
     ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
     """
     choice("experiment", name, questions())
@@ -89,7 +89,7 @@ def run(
         used = ["preset", "network"] if {r.config.network for r in shown.records} == {network} else ["preset"]
         _tell_idle(name, settings, *used, how="published = False measures with them")
     else:
-        shown = study_of(measure(name, output_dir=output_dir, **settings))
+        shown = study_of(undecided(plan_question(name, output_dir=output_dir, **settings)).measure())
     return answer(dataclasses.replace(shown, bands=table))
 
 
@@ -269,16 +269,8 @@ def _stored(
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, **settings: Any) -> Campaign:
-    """Measure what the ledger lacks for a question, and say which records answer it; see ``planning.plan_question``.
-
-    Comparisons that have an answer get no more sets; those that were shown to be inconclusive do.
-    """
-    return undecided(plan_question(name, **settings)).measure()
-
-
 def undecided(planned: Campaign) -> Campaign:
-    """A question without further sets for the comparisons whose answer was shown before."""
+    """A question without further sets for the comparisons whose answer was shown; inconclusive ones get more."""
     looked = any(planned.held.looked(f.baseline.run_id) for f in planned.experiment.families)
     if planned.target.seconds == 0 or not looked or missing_to_explain():
         return planned

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ddpm_lab.explain import charts, phrases
-from ddpm_lab.explain.answer import Answer, View
+from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.charts import Figure, Panel, Row, bars
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, compared, plain
@@ -288,8 +288,7 @@ def answer(study: Study) -> Answer:
         if failed := next((r for r in reversed(study.records) if r.status != "ok"), None):
             why = f"{failed.label}: {phrases.failure(failed)}."
             found = plain(study, "The profile failed", FAILED, why)
-        message = partial(charts.message, found.headline, phrases.context(study), found.claim)
-        return Answer(study=study, finding=found, figure=message, table=lambda: [])
+        return speeds(study, found)
     record, taken = latest
     context = phrases.context(replace(study, records=(record,)))
     mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""

@@ -143,13 +143,10 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
         raise ConfigError(f"seeds is {count}: give at most {verdicts.MOST_SEEDS}")
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
-    found, checks = list(experiment.trials), list(experiment.checks)
-    for f in experiment.families if count else ():
-        if _rows(f):
-            more = _trials(f, setup, count, images)
-            found, checks = [*found, *more[0]], [*checks, *more[1]]
-    once, checked = ({t.config.run_id: t for t in trials}.values() for trials in (found, checks))
-    return replace(experiment, trials=tuple(once), checks=tuple(checked))
+    more = (trial for f in experiment.families if count for trial in _trials(f, setup, count, images))
+    once = {t.config.run_id: t for t in (*experiment.trials, *experiment.checks, *more)}.values()
+    trials, checks = (tuple(t for t in once if (t.config.purpose == "check") is first) for first in (False, True))
+    return replace(experiment, trials=trials, checks=checks)
 
 
 def _rows(family: Family) -> list[tuple[str, RunConfig]]:
@@ -166,7 +163,7 @@ def _learned(config: RunConfig) -> RunConfig:
     return tried if config.is_own else replace(tried, **SAME_WEIGHTS)
 
 
-def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tuple[list[Trial], list[Trial]]:
+def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:
     """Trials of a family's baseline and of the candidates that are this trainer, on equally many images; and checks.
 
     One alone is tried of those that learn the same. What differs in its loader alone, or in how two ranks exchange
@@ -174,6 +171,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tup
     something else by more than optimizer or batch.
     """
     rows, base, same = _rows(family), _tried(family.baseline), _learned(family.baseline)
+    if not rows:
+        return []
     amount = _images(setup, images, [base, *(config for _, config in rows)])
     others = {_learned(config): (label, config) for label, config in reversed(rows) if _learned(config) != same}
     learners = [*others.values()][::-1]
@@ -182,14 +181,15 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> tup
     how: dict[str, Any] = {"images": amount, "draws": 1 if base.is_own else _DRAWS[setup.preset]}
     found = [trial(family, label, config, setup.seed + i, **how) for i in range(seeds) for label, config in both]
     if base.is_own:
-        return found, []
+        return found
     if loaders := tuple(row for row in rows if _learned(row[1]) == same):
         found += identity_trials(replace(family, candidates=loaders))
     usual: dict[str, Any] = {"optimizer": base.optimizer, "global_batch_size": base.global_batch_size}
-    ours = [(label, _tried(config)) for label, config in learners if config.workload == DDPM]
-    tried = [(label, config) for label, config in ours if replace(config, **usual) != base]
-    checks = [(label, replace(config, purpose="check", workload=CHECK)) for label, config in tried]
-    return found, [Trial(family=family.name, label=name, baseline=family.baseline, config=c) for name, c in checks]
+    for label, config in ((label, _tried(config)) for label, config in learners if config.workload == DDPM):
+        if replace(config, **usual) != base:
+            check = replace(config, purpose="check", workload=CHECK)
+            found.append(Trial(family=family.name, label=label, baseline=family.baseline, config=check))
+    return found
 
 
 def _trains(config: RunConfig) -> bool:
