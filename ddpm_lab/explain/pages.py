@@ -1,6 +1,5 @@
 """Executed notebooks as HTML pages, and the index over them: one file each, no script, no request."""
 
-import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,26 +157,8 @@ def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> 
 
 def write_page(page: Page, notebook: Any, target: Path) -> None:
     """Write one executed notebook as HTML. Raises OSError if the file cannot be written."""
-    from nbconvert import HTMLExporter  # takes two seconds, which kernels that only show can save
-
-    shown = copy.deepcopy(notebook)
-    shown.cells = [c for c in shown.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
-    for cell in shown.cells:  # the template prints the question itself, above the answer
-        if cell.cell_type == "markdown":
-            cell.source = "\n".join(line for line in cell.source.splitlines() if line != f"# {page.title}")
-    exporter = HTMLExporter(  # type: ignore[no-untyped-call]
-        template_name="page",
-        extra_template_basedirs=[str(TEMPLATES)],
-        extra_template_paths=[str(TEMPLATES)],
-        exclude_input_prompt=True,
-        exclude_output_prompt=True,
-        exclude_anchor_links=True,
-    )
-    exporter.environment.autoescape = True
-    exporter.register_filter("markdown", _html)  # type: ignore[no-untyped-call]
-    values = {"page": page, "version": __version__}
-    html, _ = exporter.from_notebook_node(shown, resources={"metadata": {"name": page.name}, "lab": values})
-    replace(target, html)
+    cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    _render("page.html.j2", target, page=page, cells=cells)
 
 
 def write_index(
@@ -211,7 +192,21 @@ def write_markdown(text: str, target: Path) -> None:
 
 def _render(template: str, target: Path, **values: Any) -> None:
     environment = Environment(autoescape=True, **_TEMPLATES)
+    environment.filters |= {"markdown": _html, "ansi": _ansi, "highlighted": _highlighted}
     replace(target, environment.get_template(template).render(version=__version__, **values))
+
+
+def _ansi(text: str) -> Markup:
+    """Text with the colours that a terminal would show."""
+    from nbconvert.filters import ansi2html
+
+    return Markup(ansi2html(text))  # type: ignore[no-untyped-call]
+
+
+def _highlighted(source: str) -> Markup:
+    from nbconvert.filters import Highlight2HTML
+
+    return Markup(Highlight2HTML()(source))  # type: ignore[no-untyped-call]
 
 
 def markdown(template: str, **values: Any) -> str:
