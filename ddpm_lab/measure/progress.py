@@ -12,6 +12,7 @@ from ddpm_lab.output import printable, say
 
 FILE_VARIABLE = "DDPM_LAB_PROGRESS"  # a file that receives every line, for whoever runs notebooks in batch
 REPLACED_SECONDS, KEPT_SECONDS = 1.0, 10.0  # between lines that take the last one's place, and between others
+SILENT_SECONDS = 1.0  # of a command's first line, so that quick work says nothing
 
 
 class Progress:
@@ -21,13 +22,13 @@ class Progress:
         self.title, self.quiet, self.say = title, quiet, say
         self.prefix = ""
         self._until: float | None = None
-        self._shown = 0.0
         self._handle: Any = None
         shell = sys.modules.get("IPython")
         self._shell = shell.get_ipython() if shell else None
         self.in_notebook = self._shell is not None
         replaced = say is None and (self.in_notebook or sys.stderr.isatty())
         self._pause = REPLACED_SECONDS if replaced else KEPT_SECONDS
+        self._shown = time.monotonic() - self._pause + SILENT_SECONDS
 
     def __call__(self, text: str) -> None:
         if time.monotonic() - self._shown >= self._pause:
