@@ -73,8 +73,6 @@ class UpsampledConv2d(nn.Conv2d):
     Where ``joined`` that is what is computed.
     """
 
-    held: Tensor | None = None
-
     def __init__(self, c: UNetConfig, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
         self.joined = c.fused and kernels.takes("upsampling")
@@ -88,15 +86,10 @@ class UpsampledConv2d(nn.Conv2d):
             sums = self.weight.reshape(-1, 9) @ _taps(self.weight.dtype, self.weight.device)
         return sums.view(outputs, inputs, 4, 4).transpose(0, 1)
 
-    def hold(self, dtype: torch.dtype) -> None:
-        """Take the taps as they are now, rounded to ``dtype``, from here on: the weights will not change."""
-        self.held = self.kernel().detach().to(dtype)
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.joined:
             return super().forward(F.interpolate(x, scale_factor=2.0))
-        kernel = self.kernel() if self.held is None else self.held
-        return kernels.convolve(x, kernel, self.bias, stride=2, padding=1, transposed=True)
+        return kernels.convolve(x, self.kernel(), self.bias, stride=2, padding=1, transposed=True)
 
 
 class Norm(nn.GroupNorm):

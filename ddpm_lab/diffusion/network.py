@@ -85,9 +85,8 @@ class Inference:
         network = placed(copy.deepcopy(network).requires_grad_(False), self.config, self.device)
         if (dtype := AUTOCAST.get(self.config.precision)) is not None:
             for module in network.modules():
-                if isinstance(module, UpsampledConv2d):
-                    module.hold(dtype)
-                if isinstance(module, nn.Conv2d | nn.Linear):
+                summed = isinstance(module, UpsampledConv2d) and module.joined  # whose sums are rounded, not weights
+                if isinstance(module, nn.Conv2d | nn.Linear) and not summed:
                     module.to(dtype)
         return network
 
