@@ -1,7 +1,6 @@
 """What is measured, and how much of it: plans, presets, and the families of configurations in an experiment."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -189,9 +188,7 @@ class Space:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, without the baseline."""
-        names = ("settings", "guess", "left_out", "only", "preset")
-        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
-        return values
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "baseline"}
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> "Space":
