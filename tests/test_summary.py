@@ -138,7 +138,7 @@ def test_what_is_trained_and_where_should_not_differ() -> None:
 def folder_of(folder: Path, config: RunConfig, steps: int) -> Path:
     with RunFolder(folder) as made:
         made.write_settings(config, {"steps": steps})
-        made.open_log(0)
+        made.cut_log(0)
         made.log([{"step": i + 1, "loss": 1.0, "images_per_second": 64.0, "held_out_loss": 0.5} for i in range(steps)])
     return folder
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TextIO
+from typing import Annotated, Any, Self
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
@@ -44,7 +44,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.samples = path / CHECKPOINTS, path / SAMPLES
-        self._log: TextIO | None = None
 
     def __enter__(self) -> Self:
         others = [name for name in (SETTINGS, LOG) if (self.path / name).exists()]
@@ -61,9 +60,6 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._log:
-            with contextlib.suppress(OSError):  # a full disk has been reported already
-                self._log.close()
         os.close(self._lock)
 
     def checkpoint(self, step: int) -> Path:
@@ -82,24 +78,20 @@ class RunFolder:
         with writing(self.path / SETTINGS, RunFailed):
             replace(self.path / SETTINGS, comment + settings_text({**values, "train": schedule}))
 
-    def open_log(self, step: int) -> None:
-        """Open the log for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
+    def cut_log(self, step: int) -> None:
+        """Take out of the log what is after ``step``, and a last row that was cut off. Raises RunFailed."""
         with writing(self.path, RunFailed):
             replace(self.path / LOG, _text(logged(self.path, step)))
-            self._log = (self.path / LOG).open("a")
 
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows to the log. Raises RunFailed if they cannot be written."""
-        assert self._log
-        with writing(self.path, RunFailed):
-            self._log.write(_text(rows))
-            self._log.flush()
+        with writing(self.path, RunFailed), (self.path / LOG).open("a") as file:
+            file.write(_text(rows))
 
     def sync_log(self) -> None:
         """Flush the log to the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
-        assert self._log
-        with writing(self.path, RunFailed):
-            os.fsync(self._log.fileno())
+        with writing(self.path, RunFailed), (self.path / LOG).open("a") as file:
+            os.fsync(file.fileno())
 
 
 def _text(rows: Iterable[dict[str, Any]]) -> str:

@@ -203,7 +203,7 @@ def train(
                 return Outcome(step=step, checkpoint=path)
             progress.done(f"goes on after step {step:,} of {schedule.steps:,}, from {path}")
             config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
-        run.open_log(step)
+        run.cut_log(step)
         times, tracked = dataclasses.asdict(schedule), None
         run.write_settings(config, times, why)
         if tracker:
