@@ -191,22 +191,11 @@ def write_markdown(text: str, target: Path) -> None:
 
 
 def _render(template: str, target: Path, **values: Any) -> None:
+    from nbconvert.filters import Highlight2HTML, ansi2html
+
     environment = Environment(autoescape=True, **_TEMPLATES)
-    environment.filters |= {"markdown": _html, "ansi": _ansi, "highlighted": _highlighted}
+    environment.filters |= {"markdown": _html, "ansi": ansi2html, "highlighted": Highlight2HTML()}  # type: ignore[no-untyped-call]
     replace(target, environment.get_template(template).render(version=__version__, **values))
-
-
-def _ansi(text: str) -> Markup:
-    """Text with the colours that a terminal would show."""
-    from nbconvert.filters import ansi2html
-
-    return Markup(ansi2html(text))  # type: ignore[no-untyped-call]
-
-
-def _highlighted(source: str) -> Markup:
-    from nbconvert.filters import Highlight2HTML
-
-    return Markup(Highlight2HTML()(source))  # type: ignore[no-untyped-call]
 
 
 def markdown(template: str, **values: Any) -> str:
