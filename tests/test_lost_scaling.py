@@ -156,7 +156,7 @@ def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> Non
     of = study([r for r in measured(communication=4.0) if r.label != plan.READY_BATCHES], [failed])
     assert 1e3 * split(of)["exposed communication"].value == pytest.approx(4.0, abs=0.15)
     lacking = split(of)["waiting for data"]
-    assert (lacking.known, lacking.note) == (False, f"not measured: {plan.READY_BATCHES} (no memory)")
+    assert (lacking.sets, lacking.note) == (0, f"not measured: {plan.READY_BATCHES} (no memory)")
     assert table(of)["interaction"]["Time in a step"] == "not measured"
 
 

@@ -83,10 +83,6 @@ class Part(stats.Interval):
     note: str = ""
 
     @property
-    def known(self) -> bool:
-        return not math.isnan(self.value)
-
-    @property
     def resolved(self) -> bool:
         """True if the interval of enough sets leaves 0 out; a straggler must also be identified."""
         named = self.name != STRAGGLER or bool(self.note)
@@ -279,7 +275,7 @@ def _rank_seconds(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Arra
 
 def _milliseconds(split: Split, part: Part) -> str:
     """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
-    if not part.known:
+    if math.isnan(part.value):
         return "not measured"
     step = 1e3 * split[MEASURED].value
     digits = max(0, 2 - math.floor(math.log10(step))) if math.isfinite(step) else 2
@@ -294,7 +290,7 @@ def table(found: Sequence[Split]) -> Table:
     for split in found:
         notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
         for p in split.every.values():
-            shared = split.claimed and p.known and (p in split.parts or p.name == INTERACTION)
+            shared = split.claimed and p.sets and (p in split.parts or p.name == INTERACTION)
             gains = "a gain" if p.high < 0 and not split.doubt else "below zero: inconclusive"
             rows.append(
                 {
