@@ -73,8 +73,7 @@ def labels(one: str, two: str) -> tuple[str, str]:
     """Two command lines for people: where they are long, from the first word on in which they differ."""
     if max(len(one), len(two)) > LONGEST_LABEL:
         first, second = one.split(), two.split()
-        same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
-        keep = max(0, min(same, len(first), len(second)) - 1)
+        keep = max(0, len(os.path.commonprefix([first, second])) - 1)  # noqa: RUF071 - of words
         one, two = (" ".join(["..."] * bool(keep) + words[keep:]) for words in (first, second))
         one, two = (t if len(t) <= LONGEST_LABEL else f"{t[: LONGEST_LABEL - 3]}..." for t in (one, two))
     return (one, two) if one != two else (one, f"{two} (candidate)")
