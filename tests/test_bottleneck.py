@@ -16,7 +16,7 @@ from ddpm_lab.config import OWN, ExchangeConfig, RunConfig
 from ddpm_lab.explain import charts, findings, phrases
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.shortfall import Held
 from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions import planning

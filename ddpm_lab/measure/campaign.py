@@ -17,10 +17,9 @@ from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, hardware, shortfall
-from ddpm_lab.measure.held import COMPILE_SECONDS, held_of
 from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.sets import Instrument, Member, Slot, Work, measure_alone, measure_set
-from ddpm_lab.measure.shortfall import PLACE_SECONDS, TRIES, Row, Shortfall, Target
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS, TRIES, Row, Shortfall, Target, held_of
 from ddpm_lab.plan import LEAST_SETS, NOT_TRAINED, OTHERS, PRIMARY, STAGES, Experiment, Family, by_stage
 from ddpm_lab.record import Cohort, RunRecord, crowded
 

@@ -21,7 +21,7 @@ from ddpm_lab.explain.charts import Figure, Panel, Row, forest
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons, families
 from ddpm_lab.explain.selection import Study, once, rank_zero
 from ddpm_lab.explain.table import Table
-from ddpm_lab.measure.held import COMPILE_SECONDS, Held
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, Held
 from ddpm_lab.plan import SEARCH, Experiment, Family, Question
 from ddpm_lab.questions import profile as bd
 from ddpm_lab.questions import torch_compile

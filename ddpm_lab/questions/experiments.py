@@ -31,9 +31,8 @@ from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Ledger, distinct, published_trials, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.measure.held import COMPILE_SECONDS
 from ddpm_lab.measure.others import measuring
-from ddpm_lab.measure.shortfall import PLACE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.output import say
 from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION, SEARCH, Cell, Family, Space, usual_network
 from ddpm_lab.questions import search
