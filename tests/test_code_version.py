@@ -14,7 +14,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as module
 from ddpm_lab.measure.code_version import PACKAGE, Loaded, Tree, code_version, is_setting, settings_among
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.measure.worktree import commit_of, root_of, worktree
+from ddpm_lab.questions.gate import commit_of, root_of, worktree
 
 WORKLOAD = """
 import json
