@@ -92,10 +92,6 @@ class Held:
             self._crowded[key] = crowded(list(members.values()))
         return not self.disturbed and self._crowded[key]
 
-    def met(self, baseline_id: str, run_id: str) -> bool:
-        """Whether anything is held of a comparison: a set, a failure, or a note that it was left out."""
-        return any((r.baseline_id, r.run_id) == (baseline_id, run_id) for r in self.records)
-
     def log_ratios(self, baseline_id: str, run_id: str) -> list[float]:
         """The log ratio of each set that counts; of the baseline its twin's. Its time is the mean of the two."""
         pair = (TWIN,) if run_id == baseline_id else (run_id, TWIN)
@@ -229,12 +225,11 @@ class Shortfall:
     @cached_property
     def scatter(self) -> tuple[float, float]:
         """Standard deviations of turns in a set and of sets, from the twins of this machine's latest quiet sets."""
-        here = [r for r in self._ledger.read()[0] if r.machine.key == self._machine_key]
-        sets: dict[str, Members] = defaultdict(dict)
-        for r in [r for r in here if r.role in ("baseline", TWIN)][-RECENT_RECORDS:]:
-            if r.windows:
-                sets[r.set_id][r.role] = r
-        pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
+        here = [
+            r for r in self._ledger.read()[0] if r.machine.key == self._machine_key and r.role in ("baseline", TWIN)
+        ]
+        recent = Held(r for r in here[-RECENT_RECORDS:] if r.windows)
+        pairs = [s for base in dict.fromkeys(r.baseline_id for r in recent.records) for s in recent.sets(base).values()]
         return variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])
 
     def progress_of(self, family: Family, config: RunConfig) -> tuple[int, int]:
@@ -275,7 +270,8 @@ class Shortfall:
             return min(most, max(target.sets_to_come(self.held.log_ratios(*pair)) for pair in pairs)) if most else 0
         decided = have > new and all(pair in target.decided for pair in pairs)
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
-        met = not target.further and looked and all(self.held.met(*pair) for pair in pairs)
+        known = {(r.baseline_id, r.run_id) for r in self.held.records}  # by a set, a failure, or a note
+        met = not target.further and looked and known.issuperset(pairs)
         if decided or (met and not 0 < have < LEAST_SETS):
             return 0
         enough = target.sets
