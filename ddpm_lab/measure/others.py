@@ -151,30 +151,28 @@ def measuring(say: Callable[[str], None]) -> Iterator[bool]:
     if _holding or side_by_side():
         yield False
         return
+    name, waited = os.environ.get(LOCK_VARIABLE, "ddpm_lab-measuring"), False
     try:
-        yield _take(os.environ.get(LOCK_VARIABLE, "ddpm_lab-measuring"), say)
+        for core in sorted(os.sched_getaffinity(0)):  # in a fixed order, to avoid deadlocks
+            _holding.append(lock := socket.socket(socket.AF_UNIX))
+            while _is_taken(lock, f"\0{name}-{core}"):
+                if not waited:
+                    say("another process measures on this machine: waiting until it ends")
+                waited = True
+                time.sleep(_LOOK_SECONDS)
+        yield waited
     finally:
         while _holding:
             _holding.pop().close()
 
 
-def _take(name: str, say: Callable[[str], None]) -> bool:
-    """Lock the cores, in a fixed order to avoid deadlocks. Returns whether it had to wait for another process."""
-    waited = False
-    for core in sorted(os.sched_getaffinity(0)):
-        _holding.append(lock := socket.socket(socket.AF_UNIX))
-        while True:
-            try:
-                lock.bind(f"\0{name}-{core}")
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    return waited  # this kernel has no abstract socket names
-            if not waited:
-                waited = True
-                say("another process measures on this machine: waiting until it ends")
-            time.sleep(_LOOK_SECONDS)
-    return waited
+def _is_taken(lock: socket.socket, name: str) -> bool:
+    """Whether another process has a name, which else is the lock's; of a kernel without such names nobody has."""
+    try:
+        lock.bind(name)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 # The machine while a group works
