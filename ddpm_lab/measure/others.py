@@ -184,6 +184,10 @@ State = dict[str, float | None]
 Fold = Callable[[Iterable[float]], float]
 
 
+def _all_bits(values: Iterable[float]) -> float:
+    return float(reduce(operator.or_, map(int, values)))
+
+
 _SAMPLED: dict[str, tuple[Fold, Callable[[Any], float], str, tuple[int, ...]]] = {
     "gpu_utilisation_percent": (fmean, lambda rates: float(rates.gpu), "UtilizationRates", ()),
     "gpu_memory_used_bytes": (max, lambda memory: float(memory.used), "MemoryInfo", ()),
@@ -191,12 +195,7 @@ _SAMPLED: dict[str, tuple[Fold, Callable[[Any], float], str, tuple[int, ...]]] =
     "gpu_clock_min_mhz": (min, int, "ClockInfo", (1,)),
     "gpu_memory_clock_mhz": (fmean, int, "ClockInfo", (2,)),  # NVML_CLOCK_MEM
     "gpu_temperature_celsius": (max, int, "Temperature", (0,)),  # NVML_TEMPERATURE_GPU
-    "gpu_throttle_reasons": (
-        lambda values: reduce(operator.or_, map(int, values)),
-        int,
-        "CurrentClocksEventReasons",
-        (),
-    ),
+    "gpu_throttle_reasons": (_all_bits, int, "CurrentClocksEventReasons", ()),
     "gpu_power_watts": (fmean, lambda milliwatts: milliwatts / 1e3, "PowerUsage", ()),
 }
 """How the samples of a GPU become one value, how a sample is made of what NVML says, and what NVML is asked for."""

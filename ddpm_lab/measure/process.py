@@ -477,13 +477,13 @@ class LocalRank:
         self._done, self._oom_kills = False, oom_kills()
         how: dict[str, Any] = {"args": (job, theirs, end), "name": f"ddpm_lab rank {job.rank}"}
         self._process: Any = context.Process(target=rank_main, **how)
-        _look_at_server(job.folder)
         try:
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 _wake_server()
                 self._process.start()
             self.leader = psutil.Process(self._process.pid)
             self.pid = self.leader.pid
+            _look_at_server(job.folder)
             _ranks[self.pid] = self
             self.ears: list[Any] = [self._pipe]  # ready when the rank speaks, or ends and no child of it holds the pipe
         except BaseException:
