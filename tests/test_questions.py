@@ -43,6 +43,7 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
         for family in experiment.families:
             ids = [config.run_id for config in members(family)]
             assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
+            assert not family.primary or family.primary in dict(family.candidates), "the answer is about one of them"
             if scaling(family.name) == "weak":
                 assert len({config.rank_batch_size for config in members(family)}) == 1
             # Equal images in batches of several sizes: trained, or as large as a rank's.

@@ -53,7 +53,7 @@ def workers(
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
         label = partial(phrases.plural, noun="worker")
         rows = tuple((label(n), replace(base, loader_workers=n)) for n in others)
-        primary = label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked))
+        primary = label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else others[0])
         families.append(Family(name=name, baseline=base, baseline_label=label(first), candidates=rows, primary=primary))
         many = [n for n in asked if n > setup.usable_cores]
         left_out += [(name, label(n), f"more than the {setup.cores_name}") for n in many]
