@@ -287,6 +287,10 @@ def test_the_answer_to_a_search_is_of_no_other_one(tmp_path: Path, monkeypatch: 
         found = recommendation(experiments.recommendation(preset="smoke", output_dir=tmp_path).study)
         assert found is not None
         assert found.space.baseline == base
+    others = make.sets({"bf16": (replace(larger, precision="bf16"), 9.0)}, baseline=larger)
+    Ledger(tmp_path / LEDGER).append(make.on(hardware.machine(), others))
+    held = experiments.recommendation(preset="smoke", output_dir=tmp_path, only={"ranks": [2]})
+    assert held.finding.ratio < 2, "and of none that was left out"
 
 
 def test_an_answer_is_about_the_images_that_are_asked_for(
@@ -541,6 +545,15 @@ SINCE = make.trials({"2 ranks": (replace(PLAIN, world_size=2), 0.0)}, baseline=P
 FASTER_SEED = bf16(1.4, replace(PLAIN, network="seed"), family="seed, batch 8")
 SEARCHED = planted.searched(gains={"bf16": 1.3})
 STOPPED = [r for r in SEARCHED if r.experiment == SEARCH or r.role == "space"]
+HELD = planted.searched(
+    replace(
+        planted.SPACE,
+        settings={"freed_memory": (Value("default", "", {}), Value("kept", "kept", {"freed_memory": "kept"}))},
+    ),
+    {"kept": 1.1},
+    among=[(0,), (1,)],
+)
+"""A search that was held to one number format."""
 NEWER = [replace(r, code_version="newer") for r in STOPPED if r.role == "space"]
 MAKE = Own(name="mine:make", options=(("parameters", 1000),), offers=("training", "dataset", "loss"))
 OWN_BASE = RunConfig(**MAKE.settings(), global_batch_size=32, data_sha256=MAKE.sha256)
@@ -572,6 +585,7 @@ INSTRUMENT = make.sets(
         ([FASTER_SEED, STOPPED], "Use bf16 for seed: 40 % faster"),
         ([SEARCHED], "Use bf16: 30 % faster"),
         ([SEARCHED, NEWER], "Use bf16: 30 % faster"),
+        ([bf16(1.3, planted.BASE, seed=1), HELD], "Use bf16: 30 % faster than fp32"),
         ([bf16(1.9, OWN_BASE, family="mine:make, batch 32"), INSTRUMENT], "bf16 is 90 % faster"),
     ],
 )

@@ -217,6 +217,8 @@ def recommendation(
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
     if not shown.records and not named:
         shown = measured_here(RECOMMENDATION, output, workload=workload, **of)
+    if searches and settings.get("only"):  # of nothing else
+        shown = dataclasses.replace(shown, records=tuple(r for r in shown.records if r.experiment in SEARCHED))
     writes = searches and (preset != "smoke" or not (output / FILE).exists())
     return dataclasses.replace(answer(shown), settings=write_settings(shown) if writes else None)
 

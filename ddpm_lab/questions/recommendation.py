@@ -294,7 +294,7 @@ def _again(study: Study, rows: Sequence[Comparison] = ()) -> str:
 def _to_learn_more(study: Study, c: Comparison) -> str:
     """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
     if c.verdict == stats.FASTER and c.equivalence.verdict in OPEN:
-        able = c.experiment not in ("bottleneck", "workers") and c.equivalence.reason != quality.NO_LOSS_KNOWN
+        able = c.experiment not in ("bottleneck", "workers")
         return findings.judging(study, findings.command_of(study, c), c.baseline) if able else ""
     return findings.way_out_of(study, c)
 
@@ -475,9 +475,8 @@ def _of_search(found: Recommendation) -> Finding:
     status = ANSWERED if found.count else UNTRIED if found.reach else finding.status
     if not (found.count or found.reach or row.answered):
         return replace(finding, way_out=_search_command(where, found.space))
-    if found.reach == found.count or found.steps[found.reach].row.equivalence.reason == quality.NO_LOSS_KNOWN:
-        return replace(finding, status=status)
-    return replace(finding, status=status, way_out=findings.judging(where, _search_command(where, found.space), base))
+    way_out = findings.judging(where, _search_command(where, found.space), base) if found.reach > found.count else ""
+    return replace(finding, status=status, way_out=way_out)
 
 
 def _search_command(study: Study, space: Space) -> str:
@@ -545,8 +544,11 @@ def answer(study: Study) -> Answer:
     views = list[View]()
     if searched:
         usable = found.sets and found.status == ANSWERED
+        base, most = searched.space.baseline.run_id, searched.best.row.ratio.high
+        # Which a search that was held to some settings, or of earlier code, may not have tried.
+        better = [c for c in faster(rows, GOOD) if c.baseline_id == base and c.ratio.low > most]
         steps, again = lambda: _steps_figure(searched), "What the search found, measured again step by step."
-        if searched.count or ((searched.reach or not rows) and not usable):
+        if not better if searched.count else ((searched.reach or not rows) and not usable):
             every = "Every change that was measured, each against its own baseline in the same sets."
             views.append(View(caption=every, name="changes", figure=figure if rows else None, table=table))
             found, figure, table = _of_search(searched), steps, lambda: steps_table(searched)
