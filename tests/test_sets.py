@@ -214,6 +214,12 @@ def test_a_cold_compile_starts_with_empty_caches_and_sets_start_from_what_it_lef
     assert start(instrument, "candidate")[0] == "warm"
     found[-1][1].with_name("filled").unlink()  # as a compile that was killed
     assert start(instrument, "candidate")[0] == "cold"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(instrument.cache))
+    for name in ("my project", "it's mine"):  # torch takes the name of a folder for words of its compiler's command
+        there = dataclasses.replace(instrument, cache=instrument.cache / name)
+        places = [start(there, role) for role in ("cold", "candidate")]
+        assert [cache for cache, _ in places] == ["cold", "warm"]
+        assert name not in str(places[0][1])
 
 
 def test_caches_of_other_code_versions_are_removed_once_nobody_used_them_for_long(instrument: Instrument) -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import random
+import re
 import secrets
 import shutil
 import statistics
@@ -15,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import DDPM, TRAINING, RunConfig
+from ddpm_lab.config import DDPM, TRAINING, RunConfig, digest
 from ddpm_lab.measure.code_version import CodeVersion, in_lab
 from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
@@ -139,7 +140,11 @@ class Slot:
         """Return environment variables that direct the compiler to the lab's caches, emptied for a cold compile."""
         if self.config.compile == "off":
             return {}
-        version = self.instrument.cache / "compile" / self.instrument.code.key
+        cache = self.instrument.cache
+        if re.search(r"[\s'\"\\]", str(cache)):  # where torch would cut the command of its C++ compiler
+            home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
+            cache = Path(home, "ddpm_lab", digest(str(cache)))
+        version = cache / "compile" / self.instrument.code.key
         version.mkdir(parents=True, exist_ok=True)
         os.utime(version)
         for other in version.parent.glob("[0-9a-f]" * 12):
