@@ -140,7 +140,7 @@ def comparisons(study: Study) -> tuple[Comparison, ...]:
         # Whoever asks again for the best of many gets the answer of whoever asks for all of them.
         judged = _with_verdicts(compared, study.looks)
         found += [c for c in judged if (c.experiment, c.baseline_id, c.run_id) not in unasked]
-    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
+    trials = quality.Trials((*study.trials, *study.other_trials), study.published_trials)
     bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
     return tuple(
         replace(c, equivalence=trials.verdict(bases[c.experiment, c.baseline_id], c.config, c.code_version))

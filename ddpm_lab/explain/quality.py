@@ -264,22 +264,20 @@ def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False)
 
 
 class Trials:
-    """The trials that speak for a study's configurations: those of its machine, on its images or ``others``; published.
+    """The trials that speak for a study's configurations: those of its machine, on any images, and published ones.
 
     Quality belongs to the mathematics and not to the machine: a verdict on real images serves where ``work_of`` agrees
     ``anywhere``, whatever the images, the machine and the version of the code. One's own come before published ones,
     and those on the very images first.
     """
 
-    def __init__(
-        self, records: Sequence[RunRecord], published: Sequence[RunRecord] = (), others: Sequence[RunRecord] = ()
-    ) -> None:
+    def __init__(self, records: Sequence[RunRecord], published: Sequence[RunRecord] = ()) -> None:
         self._exact: dict[str, list[RunRecord]] = {}
         self._by_work: dict[str, list[RunRecord]] = {}
         for r in records:
             self._exact.setdefault(work_of(r.config), []).append(r)
             self._by_work.setdefault(work_of(r.config, loosely=True), []).append(r)
-        self._own, self._published = _on_real_images((*records, *others)), _on_real_images(published)
+        self._own, self._published = _on_real_images(records), _on_real_images(published)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
         """The verdict on a configuration, from trials of the very code that ``code_version`` names, or published ones.

@@ -294,7 +294,7 @@ def advice(study: Study) -> tuple[Change, ...]:
 def _change(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Change:
     """What is known of a change; without a ``name`` it has no command of its own."""
     changed = other.differences(about.config)
-    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
+    trials = quality.Trials((*study.trials, *study.other_trials), study.published_trials)
     judged = trials.verdict(about.config, other, about.profile.code_version)
     if row is None:
         mine = ("note", name, about.config.run_id)

@@ -393,9 +393,7 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
         return search.admissible(space, lambda _: "")
     trial = (TRIAL, campaign.machine_key)
     records = [r for r in campaign.ledger.read()[0] if (r.role, r.machine.key) == trial]
-    here = [r.config.data_sha256 == space.baseline.data_sha256 for r in records]
-    mine, others = ([r for r, its in zip(records, here, strict=True) if its is same] for same in (True, False))
-    trials, code = quality.Trials(mine, published_trials(), others), campaign.instrument.code.key
+    trials, code = quality.Trials(records, published_trials()), campaign.instrument.code.key
     return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 

@@ -386,7 +386,7 @@ def recommendation(study: Study) -> Recommendation | None:
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == space.baseline.run_id]
     found = observations(searched, space.baseline.run_id)
-    trials = quality.Trials(study.trials, study.published_trials, study.other_trials)
+    trials = quality.Trials((*study.trials, *study.other_trials), study.published_trials)
     unchanged = replace(base[0], equivalence=quality.Equivalence(verdict=quality.IDENTICAL))
     baseline = Step(label="baseline", cell=space.start, row=unchanged, gain=unchanged)
     steps = _steps(fresh, space, baseline, rows, trials)
