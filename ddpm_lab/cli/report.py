@@ -123,7 +123,7 @@ def benchmark(options: argparse.Namespace) -> int:
 
     if planned:
         asked = planned[-1].experiment.configurations[0]
-        study = benchmark.of_last(experiments.measured_here("multi_gpu", folder, data=asked.data_sha256), asked)
+        study = benchmark.of_last(experiments.measured_here("multi_gpu", folder, data_sha256=asked.data_sha256), asked)
     else:
         study = benchmark.of_last(experiments.run("multi_gpu", ledger=source, machine=options.machine).study)
     found = benchmark.rows(study)

@@ -113,22 +113,20 @@ def chosen(
     key, cohort = machine_key(records, machine) if records else "", None if experiment == RECOMMENDATION else cohort
     mine = [r for r in records if r.machine.key == key]
     trials, looks = ([r for r in mine if r.role == role] for role in (TRIAL, LOOK))
-    groups = _by_experiment([r for r in mine if r.role not in (TRIAL, LOOK)])
-    shown = [r for g in groups if experiment in (g[0].experiment, RECOMMENDATION) for r in _one_cohort(g, cohort)]
-    beside = [g for g in groups if g[0].experiment != experiment and experiment in BESIDE_OTHERS]
-    shown += [r for group in beside for r in _one_cohort(group)]
+    others, shown = [r for r in mine if r.role not in (TRIAL, LOOK)], list[RunRecord]()
+    for name in sorted({r.experiment for r in others}):
+        group = [r for r in others if r.experiment == name]
+        if experiment in (name, RECOMMENDATION):
+            shown += _one_cohort(group, cohort)
+        elif experiment in BESIDE_OTHERS:
+            shown += _one_cohort(group, None)
     return shown + trials + looks
 
 
 def about(records: Sequence[RunRecord], **of: str | int | None) -> list[RunRecord]:
-    """Records ``of`` a network, device, image size or data, where these are given; and all trials and looks."""
-
-    def fits(record: RunRecord) -> bool:
-        values = {name: getattr(record.config, name) for name in ("network", "device", "image_size")}
-        values["data"] = record.config.data_sha256
-        return all(value in (None, values[name]) for name, value in of.items())
-
-    return [r for r in records if r.role in (TRIAL, LOOK) or fits(r)]
+    """Records ``of`` settings, such as a network, where these are not None; and all trials and looks."""
+    wanted = {name: value for name, value in of.items() if value is not None}
+    return [r for r in records if r.role in (TRIAL, LOOK) or all(getattr(r.config, n) == v for n, v in wanted.items())]
 
 
 def with_looks(kept: Iterable[RunRecord], records: Sequence[RunRecord]) -> list[RunRecord]:
@@ -136,10 +134,6 @@ def with_looks(kept: Iterable[RunRecord], records: Sequence[RunRecord]) -> list[
     kept = set(kept)
     machines = {r.machine.key for r in kept}
     return [r for r in records if r in kept or (r.role == LOOK and r.machine.key in machines)]
-
-
-def _by_experiment(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 
 
 def machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
@@ -158,7 +152,7 @@ def machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
     return fits[0]
 
 
-def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None = None) -> list[RunRecord]:
+def _one_cohort(records: Sequence[RunRecord], cohort: Cohort | None) -> list[RunRecord]:
     """Records of ``cohort``, or of the one measured last; a smoke run hides no other of the same code and images."""
     if cohort is None:
         # A note, or what a search is about to try, does not say which measurements are the latest.

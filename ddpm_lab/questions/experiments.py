@@ -208,11 +208,11 @@ def recommendation(
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         base = recommend(minutes=minutes, **settings).experiment.configurations[0]
         of = {"network": None if base.is_own else base.network, "device": base.device}
-        images = {"data": base.data_sha256, "searched": base.run_id}
+        images = {"data_sha256": base.data_sha256, "searched": base.run_id}
     else:
         used = ("preset", "data", "held_out", "skip_bad", "network", "device", "image_size")
         _tell_idle(RECOMMENDATION, settings, *used, how="give minutes to search with them")
-        images = {} if workload else {"data": _images_of(settings, output)}
+        images = {} if workload else {"data_sha256": _images_of(settings, output)}
         named = any(settings.get(name) not in (None, getattr(Settings(), name)) for name in IMAGES)
     shown = measured_here(RECOMMENDATION, output, workload=workload, **of, **images)
     if not shown.records and not named:
