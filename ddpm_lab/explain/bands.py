@@ -52,11 +52,6 @@ NAMED = {"s000": S000, "s001": S001}
 DEFAULT = "s001"
 
 
-def documents(*keys: str) -> str:
-    """What published studies are, in a sentence."""
-    return f"Published: {'; '.join(f'{key}, {DOCUMENTS[key]}' for key in keys)}."
-
-
 def share(value: float) -> str:
     """A share in per cent: "75 %", "87.5 %"."""
     return f"{100 * value:.3g} %"

@@ -16,7 +16,7 @@ from ddpm_lab.explain import findings, machine_state, pages, phrases, quality, s
 from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.answer import MEANING, Answer, View, speeds
 from ddpm_lab.explain.answer import row as ratio_row
-from ddpm_lab.explain.bands import documents
+from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.charts import Figure, Panel, Row, forest
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons, families
 from ddpm_lab.explain.selection import Study, once, rank_zero
@@ -457,6 +457,6 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         bands=TARGETS,
         budget=bd,
         phrases=phrases,
-        documents=documents(TARGETS.whose),
+        document=DOCUMENTS[TARGETS.whose],
         busy=" ".join(machine_state.warnings(study)),
     )
