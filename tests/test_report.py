@@ -61,8 +61,9 @@ def write(path: Path, *code: str, parameters: str = "minutes = None  # budget") 
 
 def run(files: Sequence[Path | str], output: Path, **options: Any) -> tuple[report.Report, list[str]]:
     lines: list[str] = []
-    options = {"preset": "smoke", "progress": lines.append, **options}
-    return report.report(notebooks=list(files), output_dir=output, **options), lines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "say", lines.append)
+        return report.report(notebooks=list(files), output_dir=output, **{"preset": "smoke", **options}), lines
 
 
 def fetched(text: str) -> list[str]:

@@ -59,7 +59,6 @@ def report(
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    progress: Say = say,
     command: str = "ddpm-lab report",
 ) -> "Report":
     """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
@@ -70,7 +69,7 @@ def report(
 
     The arguments are the options of ``ddpm-lab report``. ``notebooks`` are names (03_amp or amp) or paths; None means
     all numbered ones. ``parameters`` are passed to the notebooks that have them. ``minutes`` is the total time, by
-    default the preset's. ``progress`` is called with one line at a time. The index shows the ``command`` to repeat it.
+    default the preset's. The index shows the ``command`` to repeat it.
 
     Raises:
         ConfigError: there is no such notebook, parameter, preset, network or workload, ``minutes`` is not above 0,
@@ -90,12 +89,12 @@ def report(
     output = CHECKOUT if output_dir is None else expanded(output_dir)
     if data != "synthetic" or held_out is not None:  # prepare once, and fail here rather than in each notebook
         preparing = {name: more[name] for name in ("image_size", "skip_bad") if name in more}
-        resolve(data, output / PREPARED, held_out=held_out, progress=progress, **preparing)
-    run = Report(output / "reports", given, values, command, progress)
+        resolve(data, output / PREPARED, held_out=held_out, progress=say, **preparing)
+    run = Report(output / "reports", given, values, command)
     run.all(None if budget is None else budget * 60)
     index = run.index()
     for name, lines in pages.answers([*run.pages.values()]):
-        progress(f"{name}: {'; '.join(lines)}")
+        say(f"{name}: {'; '.join(lines)}")
     run.say("report", str(index))
     return run
 
@@ -133,9 +132,9 @@ class Report:
     """
 
     def __init__(
-        self, folder: Path, given: Mapping[str, Any], values: dict[Path, dict[str, Any]], command: str, progress: Say
+        self, folder: Path, given: Mapping[str, Any], values: dict[Path, dict[str, Any]], command: str
     ) -> None:
-        self.folder, self.given, self.values, self.command, self.progress = folder, given, values, command, progress
+        self.folder, self.given, self.values, self.command = folder, given, values, command
         self.started, self.stopped, self.pages = time.monotonic(), 0, dict[str, Page]()
         check_room(folder / "notebooks", folder.parent / "image_output")
         beside = {file for chosen in values for file in chosen.parent.glob(NUMBERED)} | set(values)
@@ -157,7 +156,7 @@ class Report:
         return timedelta(seconds=round(time.monotonic() - self.started))
 
     def say(self, name: str, line: str) -> None:
-        self.progress(f"[{self.elapsed()}] {name}: {line}")
+        say(f"[{self.elapsed()}] {name}: {line}")
 
     def all(self, seconds: float | None) -> None:
         """Measure for so long, and make the pages of all notebooks one after the other, until a signal stops it."""
