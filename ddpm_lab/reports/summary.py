@@ -115,10 +115,9 @@ class Summary:
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None, machine: Machine | None = None) -> Summary:
     """The summary of a training run from its folder: all its steps, and the speed of those in its last settings."""
     steps, seconds, of_step, best = trained(folder, config.global_batch_size)
+    epoch = None if math.isnan(of_step) else PROJECTED_IMAGES * of_step / config.global_batch_size
     known = {"loss": best, "gpu_percent": gpu_percent, "steps": steps, "job_id": os.environ.get("SLURM_JOB_ID")}
-    found = _summary(config, seconds, steps * config.global_batch_size, machine=machine, **known)
-    epoch = PROJECTED_IMAGES * of_step / config.global_batch_size
-    return dataclasses.replace(found, epoch_seconds=None if math.isnan(epoch) else epoch)
+    return _summary(config, machine, seconds=seconds, epoch_seconds=epoch, **known)
 
 
 def of_records(records: Iterable[RunRecord]) -> list[Summary]:
@@ -167,12 +166,13 @@ def _of_run(config: RunConfig, records: Sequence[RunRecord]) -> Summary:
     losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     claimed = not any(r.mechanism_only for r in records)
+    seconds, images = sum(w.seconds for w in windows) if claimed else 0, sum(w.images for w in windows)
     return _summary(
         config,
-        sum(w.seconds for w in windows) if windows and claimed else None,
-        sum(w.images for w in windows),
+        records[-1].machine if records else None,
+        seconds=seconds or None,
+        epoch_seconds=PROJECTED_IMAGES * seconds / images if seconds and images else None,
         loss=min(losses, default=None),
-        machine=records[-1].machine if records else None,
         gpu_percent=fmean(busy) if busy else None,
         note="" if claimed else MECHANISM,
         job_id=_job(records),
@@ -184,7 +184,7 @@ def _job(records: Sequence[RunRecord]) -> str | None:
     return next((r.environment.slurm_job_id for r in reversed(records) if r.environment.slurm_job_id), None)
 
 
-def _summary(config: RunConfig, seconds: float | None, images: int, machine: Machine | None, **values: Any) -> Summary:
+def _summary(config: RunConfig, machine: Machine | None, **values: Any) -> Summary:
     kinds = (*(machine.gpus if config.device == "cuda" else ()), machine.cpu) if machine else ("",)
     return Summary(
         hardware=kinds[0],
@@ -192,8 +192,6 @@ def _summary(config: RunConfig, seconds: float | None, images: int, machine: Mac
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,
         nodes=config.nodes,
-        seconds=seconds,
-        epoch_seconds=PROJECTED_IMAGES * seconds / images if seconds and images else None,
         **values,
     )
 
