@@ -37,7 +37,6 @@ TRAINED_BY = {
 SCHEDULE, SAMPLING = declared.options(training_run.Schedule), declared.options(sampling_run.Sampling)
 MANY_HOSTS = ("run", "train", "sample")
 """Commands that start ranks as they are told how many."""
-EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
 def prepare(options: argparse.Namespace) -> int:
@@ -135,7 +134,7 @@ COMMANDS = {
     ),
     "sample": Command(
         sample,
-        f"sample {EXAMPLE} --count 64 --grid",
+        "sample runs/first/checkpoints/step-00020000.pt --count 64 --grid",
         "checkpoint count output-dir grid batch-size world_size device",
         {"output-dir": "folder of the images (default: named after the checkpoint, beside it)"},
         more=lambda parser, _: declared.add_options(parser, SAMPLING.values()),

@@ -199,15 +199,6 @@ def _words(ax: Axes, y: float, row: Row) -> None:
         ax.plot([0.012], [y], "x", transform=to, color=SOFT, ms=6, mew=1.6)
 
 
-def legend(body: SubFigure, colours: Mapping[str, str]) -> None:
-    """Name colours in rows below the panels."""
-    from matplotlib.patches import Patch
-
-    patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
-    columns = len(patches) if len(patches) < 6 else (len(patches) + 1) // 2
-    body.legend(handles=patches, borderaxespad=1.5, loc="outside lower left", ncols=columns, handlelength=1.2)
-
-
 def plain(axis: Axis, ticks: int = 6) -> None:
     """Label an axis with plain numbers: 12,500; 45; 7.5."""
     from matplotlib.ticker import MaxNLocator
@@ -344,6 +335,8 @@ def bars(
     ``steps`` the values are changes, and a bar begins where the row above ends: a waterfall. Panels ``beside`` each
     other share the names, and no scale.
     """
+    from matplotlib.patches import Patch
+
     panels = [changed(p, rows=_steps(p.rows)) for p in panels] if steps else panels
     with style():
         figure, axes, body = row_panels(panels, title, context, note, label, beside=beside)
@@ -357,7 +350,9 @@ def bars(
                 ax.axvline(panel.reference, color=INK, lw=1.2, ls="--")
             _bar_limits(ax, [panel] if beside else panels, 3 if beside else 6)
         if names:
-            legend(body, names)
+            patches = [Patch(facecolor=colour, label=name) for name, colour in names.items()]
+            columns = len(patches) if len(patches) < 6 else (len(patches) + 1) // 2
+            body.legend(handles=patches, borderaxespad=1.5, loc="outside lower left", ncols=columns, handlelength=1.2)
         return settle(figure)
 
 
