@@ -11,7 +11,7 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.findings import Finding, qualities
 from ddpm_lab.explain.selection import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.explain.table import Table, one_family, without_constant
+from ddpm_lab.explain.table import Table, without_constant
 
 
 class View(NamedTuple):
@@ -78,8 +78,8 @@ def speed_table(
 ) -> Table:
     """Return a table with a row per configuration; ``name_family`` names the family even if there is only one."""
     cells = [_cells(row, columns(row) if columns else {}) for row in rows]
-    empty = {"Note": [""], "Disturbed sets": ["0"], **{key: [phrases.DASH] for key in phrases.LOSS}}
-    return without_constant(cells if name_family else one_family(cells), empty)
+    empty = {"Note": "", "Disturbed sets": "0", **dict.fromkeys(phrases.LOSS, phrases.DASH)}
+    return without_constant(cells, empty if name_family else {**empty, "Family": None})
 
 
 _SELF = {"baseline": " (baseline)", "twin": ", repeated"}

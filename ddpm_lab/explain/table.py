@@ -8,7 +8,7 @@ import io
 import math
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from typing import Any
@@ -21,15 +21,11 @@ NAMING = ("Configuration", "Family", "Operator", "Settings", "Work", "Note")
 """Columns that name a row: words, although a name such as "2 ranks" begins with a digit."""
 
 
-def without_constant(rows: Table, constant: Mapping[str, Collection[str]]) -> Table:
-    """Leave out each column of which all cells are among those given for it."""
-    dropped = [name for name, cells in constant.items() if all(row.get(name) in cells for row in rows)]
+def without_constant(rows: Table, constant: Mapping[str, str | None]) -> Table:
+    """Leave out each column of which all cells are the one given for it, or for None whatever the first one is."""
+    usual = {name: rows[0][name] if cell is None else cell for name, cell in constant.items() if rows}
+    dropped = [name for name, cell in usual.items() if all(row[name] == cell for row in rows)]
     return [{name: cell for name, cell in row.items() if name not in dropped} for row in rows]
-
-
-def one_family(rows: Table) -> Table:
-    """Leave out the column "Family" where it says the same in each row."""
-    return without_constant(rows, {"Family": {rows[0]["Family"]}}) if rows else rows
 
 
 def plain(rows: Table) -> str:

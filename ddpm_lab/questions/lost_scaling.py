@@ -22,7 +22,7 @@ from ddpm_lab.config import ExchangeConfig
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.selection import Study
-from ddpm_lab.explain.table import Table, one_family, without_constant
+from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
 from ddpm_lab.training.setting import Setup
@@ -303,7 +303,7 @@ def table(found: Sequence[Split]) -> Table:
                     "Note": notes.get(p.name, p.note) or (gains if p.value < 0 else ""),
                 }
             )
-    return without_constant(one_family(rows), {"Note": [""]})
+    return without_constant(rows, {"Family": None, "Note": ""})
 
 
 def headline(found: Sequence[Split]) -> str:

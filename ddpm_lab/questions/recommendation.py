@@ -135,7 +135,7 @@ def changes_table(found: Sequence[Change]) -> Table:
         }
         for a in found
     ]
-    return without_constant(rows, {"Against": {a.against for a in found[:1]}})
+    return without_constant(rows, {"Against": None})
 
 
 def single(c: Comparison) -> bool:
