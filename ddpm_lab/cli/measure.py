@@ -1,7 +1,6 @@
 """Commands that measure: ``run``, ``compare`` and ``recommend``, from their options to an exit code."""
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     measured = [experiments.undecided(one).measure() for one in planned]
     answers = [_answer(one, named) for one in measured]
     if options.json:
-        say(*json.dumps(answers, indent=1).split("\n"))
+        tell(options, answers, ())
     else:
         for found in answers:
             _show(found)

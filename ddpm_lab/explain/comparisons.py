@@ -141,10 +141,9 @@ def comparisons(study: Study) -> tuple[Comparison, ...]:
         judged = _with_verdicts(compared, study.looks)
         found += [c for c in judged if (c.experiment, c.baseline_id, c.run_id) not in unasked]
     trials = quality.Trials((*study.trials, *study.other_trials), study.published_trials)
-    bases = {(c.experiment, c.baseline_id): c.config for c in found if c.role == "baseline"}
     return tuple(
-        replace(c, equivalence=trials.verdict(bases[c.experiment, c.baseline_id], c.config, c.code_version))
-        if c.role == "candidate" and (c.experiment, c.baseline_id) in bases
+        replace(c, equivalence=trials.verdict(c.baseline, c.config, c.code_version))
+        if c.role == "candidate" and c.baseline.run_id == c.baseline_id
         else c
         for c in found
     )

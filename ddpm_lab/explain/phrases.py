@@ -154,7 +154,6 @@ def context(study: Study, *, batch: bool = True) -> str:
         parts.append(f"batch {joined(sorted({c.global_batch_size for c in configs}))}")
     parts += [joined(r.data_name for r in shown if r.data_name), study.date]
     measured = [c for c in comparisons(study) if c.sets and c.role in ("baseline", "candidate")]
-    measured = [c for c in measured if not c.family.endswith(LOST)] or measured
     if measured := [c for c in measured if c.role == "candidate"] or measured:
         sets, turns = [c.sets for c in measured], [c.turns for c in measured]
         ranges = ((min(n), max(n), noun) for n, noun in ((sets, "set"), (turns, "turn")))
