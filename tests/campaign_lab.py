@@ -14,9 +14,9 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign, hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.output import Progress
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 

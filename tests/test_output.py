@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import ddpm_lab
+from ddpm_lab import output as module
 from ddpm_lab.__main__ import main
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import table
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import progress as module
-from ddpm_lab.measure.progress import FILE_VARIABLE, Progress
-from ddpm_lab.output import printable, say
+from ddpm_lab.output import FILE_VARIABLE, Progress, printable, say
 from ddpm_lab.questions import gate
 from ddpm_lab.questions.ask import answer
 

@@ -26,7 +26,7 @@ from ddpm_lab.diffusion.process import Diffusion, Network
 from ddpm_lab.diffusion.sampling import SAMPLERS, denoise, image_grid, walk
 from ddpm_lab.files import lock
 from ddpm_lab.measure.group import GroupFailed
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import Progress
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
 from ddpm_lab.training.run_folder import RunFailed

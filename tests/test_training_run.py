@@ -23,7 +23,7 @@ from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.measure import hardware, others
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import Progress
 from ddpm_lab.processor import favours_bf16
 from ddpm_lab.training import setting, training_run
 from ddpm_lab.training.checkpoint import CheckpointError, read, write

@@ -25,7 +25,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.guard import Paused
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import Progress
 from ddpm_lab.training import training_run
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in

@@ -14,8 +14,7 @@ from ddpm_lab.data import packed
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.others import Watch
-from ddpm_lab.measure.progress import Progress
-from ddpm_lab.output import say
+from ddpm_lab.output import Progress, say
 from ddpm_lab.questions.probe import fastest
 from ddpm_lab.reports import summary
 from ddpm_lab.training import sampling_run, training_run

@@ -22,8 +22,8 @@ from ddpm_lab.measure.command import CommandGroup
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.hardware import environment, machine
 from ddpm_lab.measure.others import Watch, folded, side_by_side
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import consumption, drift, mismatches
+from ddpm_lab.output import Progress
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, RunRecord, Window, crowded
 

@@ -21,8 +21,8 @@ from ddpm_lab.explain.table import values
 from ddpm_lab.files import output_folder
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.output import Progress
 from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan
 from ddpm_lab.questions.planning import instrument_for
 from ddpm_lab.record import TWIN, LedgerError, RunRecord

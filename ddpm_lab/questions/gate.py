@@ -25,8 +25,7 @@ from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library, source_of
 from ddpm_lab.measure.process import private_folder
-from ddpm_lab.measure.progress import Progress
-from ddpm_lab.output import say
+from ddpm_lab.output import Progress, say
 from ddpm_lab.questions import scripts
 from ddpm_lab.questions.comparison import first_losses, side, with_images
 from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of

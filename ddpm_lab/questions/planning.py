@@ -22,9 +22,9 @@ from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.others import free_cores, measuring
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.output import Progress
 from ddpm_lab.plan import LEAST_SETS, OURS, RECOMMENDATION, SEARCH, TUNED, Experiment, Family, Plan, usual_network
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe

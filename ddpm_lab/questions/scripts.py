@@ -31,9 +31,8 @@ from ddpm_lab.measure.code_version import (
 from ddpm_lab.measure.command import CommandGroup, files_named, sets_threads, texts_of
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hook import SETTINGS
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Instrument, log_of
-from ddpm_lab.output import say
+from ddpm_lab.output import Progress, say
 from ddpm_lab.questions.planning import instrument_for, plan_pair, seconds_of, target_of_pair
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import usual_device

@@ -27,8 +27,7 @@ from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Pag
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, check_room, expanded, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.process import end_guarded, guarded, private_folder, temporary
-from ddpm_lab.measure.progress import FILE_VARIABLE
-from ddpm_lab.output import say
+from ddpm_lab.output import FILE_VARIABLE, say
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import experiments

@@ -21,7 +21,7 @@ from ddpm_lab.files import check_room, lock, replace
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import Progress
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, emulated, fused_lacking, usual_device, usual_settings
 

@@ -22,7 +22,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.output import Progress
 from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.setting import FUSED_NEEDS, check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.training.stopping import Stop, without_sigterm
