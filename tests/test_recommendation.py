@@ -575,6 +575,8 @@ INSTRUMENT = make.sets(
         ([bf16(1.1, replace(PLAIN, threads=1))], "faster than fp32 on 1 core"),
         ([bf16(1.1, replace(PLAIN, threads=1)), bf16(0.85, seed=1)], "no change that was measured is faster"),
         ([bf16(1.3)], "Use bf16"),
+        ([two_ranks(0.7, PLAIN), bf16(1.3, experiment="quality", seed=1)], "Use bf16"),
+        ([bf16(1.3), bf16(1.5, experiment="quality", seed=1)], "Use bf16: 30 % faster"),
         ([bf16(1.3), LEARNED], "costs quality"),
         ([bf16(1.3), EARLIER, SINCE], "costs quality"),
         ([bf16(1.3), [replace(r, data_name="500 synthetic images") for r in LEARNED]], "Use bf16"),

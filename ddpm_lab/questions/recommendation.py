@@ -156,7 +156,8 @@ def _every(study: Study) -> list[Comparison]:
     # The lab's own trainer uses loaders that are faster, and have no workers.
     found = [c for c in found if c.config.workload == OWN or (c.config.workload == DDPM and c.experiment != "workers")]
     found = [c for c in found if c.config.global_batch_size == c.baseline.global_batch_size]
-    return all_cores_first([c for c in found if c.experiment != "quality"] or found)  # which asks the same once more
+    others = {(c.baseline_id, c.run_id) for c in found if c.experiment != "quality"}  # which may ask the same once more
+    return all_cores_first(c for c in found if c.experiment != "quality" or (c.baseline_id, c.run_id) not in others)
 
 
 def all_cores_first(rows: Iterable[Comparison]) -> list[Comparison]:
