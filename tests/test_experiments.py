@@ -80,19 +80,16 @@ def test_the_labs_trainer_and_ones_own_answer_apart(
 @pytest.mark.slow
 def test_a_question_is_measured_once(tmp_path: Path) -> None:
     study = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
-    assert study.measured_sets == 1
     measured = [r for r in study.records if r.set_id]
     members = [("baseline", "fp32"), ("candidate", "bf16"), ("twin", "fp32 again")]
     assert (sorted((r.role, r.label) for r in measured), {r.status for r in measured}) == (members, {"ok"})
     assert {(r.label, r.status) for r in study.records if not r.set_id} == {("fp16", "left out"), ("tf32", "left out")}
     assert measured[0].environment.date
     again = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
-    assert again.measured_sets == 0
     assert [r.set_id for r in again.records] == [r.set_id for r in study.records]
     assert plan_question("amp", preset="smoke", output_dir=tmp_path).forecast() == 0
 
     tried = experiments.run("amp", preset="smoke", seeds=1, images=80, output_dir=tmp_path).study
-    assert tried.measured_sets == 3, "two trials, and a check of the candidate's gradient"
     assert [r.label for r in tried.records if r.role == "check"] == ["bf16"]
     assert sorted((r.label, r.status) for r in tried.trials) == [("bf16", "ok"), ("fp32", "ok")]
     mine = dataclasses.replace(tried, published_trials=())  # which hold a verdict on more images

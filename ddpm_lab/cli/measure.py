@@ -327,7 +327,7 @@ def bottleneck_study(measured: Campaign) -> Study:
     records = experiments.of_training(distinct(measured.ledger.read()[0]), None)
     every = study(records, RECOMMENDATION, machine=measured.cohort[0], output_dir=measured.output)
     others = (r for r in every.records if r.experiment != mine.experiment)
-    fields = {name: getattr(mine, name) for name in ("measured_sets", "resolution", "published_trials", "unasked")}
+    fields = {name: getattr(mine, name) for name in ("resolution", "published_trials", "unasked")}
     return replace(every, records=(*others, *mine.records), **fields)
 
 

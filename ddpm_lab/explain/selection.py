@@ -23,20 +23,18 @@ TRIAL, LOOK = "quality", "look"
 class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
-    ``measured_sets`` counts the sets measured by the call that made the study (0: all came from the ledger).
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``unasked`` are of candidates that the call did not ask for,
     which are tested together with those that it did. ``trials`` are training runs of any experiment on the same
     machine and data, ``other_trials`` those on other images, ``published_trials`` those of any machine that came with
-    the checkout. ``bands`` name its
-    efficiencies. ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
+    the checkout. ``bands`` name its efficiencies. ``beside`` are the records of all other questions on the same
+    machine, for those of BESIDE_OTHERS.
     ``looks`` are the answers to any question that this machine has shown: they say how much its sets scatter.
     """
 
     experiment: str
     records: tuple[RunRecord, ...]
     output_dir: Path
-    measured_sets: int = 0
     resolution: float = 0.03
     published: bool = False
     unasked: tuple[RunRecord, ...] = ()

@@ -159,7 +159,6 @@ def study_of(measured: Campaign) -> Study:
         unasked=tuple(r for part in parts for r in part.unasked),
         trials=tuple(r for part in parts for r in part.trials),
         published_trials=published_trials(),
-        measured_sets=measured.measured_sets,
         resolution=measured.target.resolution,
     )
 
