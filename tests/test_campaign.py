@@ -363,11 +363,6 @@ def test_after_as_many_crowded_sets_as_planned_four_quiet_ones_are_an_answer_and
     assert not lab.run(ONE, seconds=60).crowded_out, "one disturbed set where the time ends is no busy machine"
 
 
-# --- what the records hold -------------------------------------------------------------------------------------------
-
-BASE, FAST = RunConfig(), RunConfig(precision="bf16")
-
-
 ON_ONE_CORE = experiment(family("f", 1, primary="c1", shared={"threads": 1}))
 
 

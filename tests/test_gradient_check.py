@@ -165,7 +165,7 @@ def made(*steps: dict[str, Any], precision: str = "fp32", loss: str = "l2") -> d
     return {"precision": precision, "loss": loss, "steps": list(steps)}
 
 
-LOSS, GRADIENT, LAYER = range(3)
+GRADIENT, LAYER = 1, 2  # places in FLIP_BOUNDS
 
 
 def test_a_flipped_sign_is_excused_in_one_step_of_an_l1_loss_alone() -> None:

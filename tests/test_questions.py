@@ -19,11 +19,6 @@ def labels(experiment: Experiment) -> list[list[str]]:
     return [[f.baseline_label, *(label for label, _ in f.candidates)] for f in shown]
 
 
-def batches(experiment: Experiment) -> list[int]:
-    """Global batch size of each family that answers the question."""
-    return [f.baseline.global_batch_size for f in experiment.families if f.primary or not f.together]
-
-
 def members(family: Family) -> list[Any]:
     """All configurations of a family."""
     return [family.baseline, *(c for _, c in family.candidates)]
