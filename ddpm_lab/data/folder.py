@@ -25,7 +25,7 @@ DECODING_RULE = (
 )
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK_FILES = 10
-Progress = Callable[[str], object]  # called with each line of text, of which ``measure.progress`` shows some
+Progress = Callable[[str], object]  # called with each line of text, of which ``output.Progress`` shows some
 _DAMAGE = (None, errno.ENOENT, errno.ELOOP, errno.EINVAL)  # of an OSError; any other is no fault of the file
 # Pillow warns of more than 89 megapixels, as of an attack, and refuses twice as many; below these it decodes them.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
