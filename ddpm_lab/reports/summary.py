@@ -152,11 +152,12 @@ def _paired(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summa
     quiet = [r for r in mine if row.sets and r.status == "ok" and r.set_id not in lost]
     summary = _of_run(row.config, [*quiet, *trials])
     notes, gain = [summary.note, multi_gpu.layout(row.config)], dict[str, Any]()
-    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if row.role == "candidate" and row.sets:
         gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
         gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
         notes += [f"{phrases.evidence(row.ratio)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+    else:
+        notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     gain |= {"epoch_seconds": row.projected_seconds if summary.seconds else None, "job_id": _job(mine)}
     return dataclasses.replace(summary, configuration=row.family, note="; ".join(filter(None, notes)), **gain)
 
